@@ -1,0 +1,176 @@
+"""An environment from an id, in the one form every algorithm here takes."""
+
+import difflib
+import importlib
+import importlib.util
+import zlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import FlattenObservation, RescaleAction
+
+from common.errors import InputError
+from envs.state import Array, Env, ExactState
+
+# The families of Gymnasium-Robotics, to name the missing package rather than call their ids unknown.
+ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
+
+
+class Uniform(gym.Wrapper[Array, Array, Any, Any]):
+    """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
+
+    The other entries of `info` are dropped because a vector environment spends 1.3 µs a step to gather each: with
+    HalfCheetah-v4's four and Ant-v4's nine, 6 and 12 µs that nobody here reads.
+    """
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self._dtype = env.action_space.dtype
+        self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
+        self.observation_space = Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        obs, _ = self.env.reset(seed=seed, options=options)
+        return np.array(obs, np.float32), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
+        return np.array(obs, np.float32), float(reward), termination, truncation, self._success(info)
+
+    def _success(self, info: dict[str, Any]) -> dict[str, Any]:
+        for key in ("success", "is_success"):  # mazes and Adroit; Fetch and Hand
+            if key in info:
+                return {"success": bool(info[key])}
+        if "episode_task_completions" in info:  # Franka kitchen: all tasks
+            return {"success": len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))}
+        return {}
+
+
+def make(env_id: str, **kwargs: Any) -> ExactState:
+    """The environment `env_id` ("Name-v0", or "module:Name-v0" to import its module first), ready for an agent.
+
+    Observations: float32 [obs_dim], a dict's entries joined in its own order. Actions: float32 [action_dim] in [-1, 1],
+    rescaled to the environment's own box. `info["success"]`: bool, at each step, where the environment has the notion.
+    `kwargs` go to the environment's constructor. Its exact state can be saved and restored (`envs.state`).
+
+    Raises InputError where the id is unknown, a package is missing, the environment does not start, or its actions or
+    observations are not continuous vectors.
+    """
+    spec = _find(env_id)
+    try:
+        # By its spec: given an id, Gymnasium warns that v4 is out of date, which is the version published results use.
+        env = gym.make(spec, disable_env_checker=True, **kwargs)
+    except Exception as error:
+        _require("mujoco", env_id, error)
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        raise InputError(
+            f"{env_id} does not start with {_versions()}: {reason}\n"
+            "`pip install -r requirements.txt` brings the versions known to work; other versions of the id may too."
+        ) from error
+    _check_spaces(env, env_id)
+    if isinstance(env.observation_space, Dict):
+        env = FlattenObservation(env)
+    if not (np.all(env.action_space.low == -1) and np.all(env.action_space.high == 1)):  # type: ignore[attr-defined]
+        env = RescaleAction(env, -1.0, 1.0)  # type: ignore[arg-type]
+    return ExactState(Uniform(env))
+
+
+def make_vector(env_id: str, num_envs: int, seed: int, purpose: str = "training") -> SyncVectorEnv[Array, Array]:
+    """`num_envs` environments, stepped side by side; the i-th is seeded with `seeds(seed, purpose, num_envs)[i]`.
+
+    The seeds are set here: begin with a bare `envs.reset()`. An episode that ended stays where it ended, so `next_obs`
+    is always the true successor, until the caller resets it and the others that ended:
+
+        if dones.any():  # a bool array [num_envs]; a mask that is all False is an error
+            obs, _ = envs.reset(options={"reset_mask": dones})  # the other rows are as they were
+
+    Raises InputError as `make` does.
+    """
+    if num_envs < 1:
+        raise InputError(f"{num_envs} environments are asked for: there must be at least one.")
+    each = seeds(seed, purpose, num_envs)
+    envs = SyncVectorEnv([lambda: make(env_id)] * num_envs, autoreset_mode=AutoresetMode.DISABLED)
+    envs.reset(seed=list(each))
+    return envs
+
+
+def seeds(seed: int, purpose: str, n: int) -> list[int]:
+    """`n` seeds in [0, 2³²), the same in every process; another `purpose` ("training", "evaluation") gives others.
+
+    The first ones do not depend on `n`. Raises InputError on a negative seed.
+    """
+    if seed < 0:
+        raise InputError(f"The seed is {seed}: it must not be negative.")
+    streams = np.random.SeedSequence([seed, zlib.crc32(purpose.encode())]).spawn(n)
+    return [int(stream.generate_state(1)[0]) for stream in streams]
+
+
+def _find(env_id: str) -> gym.envs.registration.EnvSpec:
+    module, _, name = env_id.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise InputError(
+                f"The module of {env_id} does not import. {type(error).__name__}: {error}\n"
+                "Install it, or add its folder to PYTHONPATH."
+            ) from error
+    if name not in gym.registry:
+        _register_robotics(name)
+    if name in gym.registry:
+        return gym.registry[name]
+    close = difflib.get_close_matches(name, gym.registry, n=3)
+    hint = f"Did you mean {', '.join(close)}?" if close else "One of your own is given as module:Name-v0."
+    raise InputError(f"There is no environment {env_id}. {hint}")
+
+
+def _register_robotics(name: str) -> None:
+    """Gymnasium-Robotics registers its ids when imported: only when needed, as that takes a second and prints."""
+    try:
+        importlib.import_module("gymnasium_robotics")
+    except Exception as error:
+        if name.startswith(ROBOTICS):
+            _require("mujoco", name, error)
+            _require("gymnasium_robotics", name, error)
+            raise InputError(f"{name} needs gymnasium-robotics, which fails with {_versions()}: {error}") from error
+
+
+def _require(module: str, env_id: str, error: Exception) -> None:
+    """Raise InputError if `error` came about because `module` is not installed."""
+    if module in str(error).lower() and importlib.util.find_spec(module) is None:
+        pin = {"mujoco": "mujoco==3.11.0", "gymnasium_robotics": "gymnasium-robotics==1.4.2"}[module]
+        raise InputError(f"{env_id} needs {module}, which is not installed: pip install {pin}") from None
+
+
+def _versions() -> str:
+    def installed(package: str) -> str:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            return f"no {package}"
+
+    return ", ".join(map(installed, ("gymnasium", "gymnasium-robotics", "mujoco")))
+
+
+def _check_spaces(env: Env, env_id: str) -> None:
+    actions, flat = env.action_space, env.observation_space
+    if not isinstance(actions, Box) or len(actions.shape) != 1 or not np.issubdtype(actions.dtype, np.floating):
+        raise InputError(
+            f"The actions of {env_id} are {actions}: the algorithms here act in a continuous Box of shape (n,)."
+        )
+    if not np.isfinite([actions.low, actions.high]).all():
+        raise InputError(
+            f"The actions of {env_id} are unbounded, {actions}, and cannot be rescaled from [-1, 1].\n"
+            "Register it with an action space whose low and high are finite."
+        )
+    if isinstance(flat, Dict) and flat.is_np_flattenable:
+        flat = gym.spaces.flatten_space(flat)
+    if not isinstance(flat, Box) or len(flat.shape) != 1:
+        raise InputError(
+            f"The observations of {env_id} are {env.observation_space}: the algorithms here take a Box of shape (n,) "
+            "or a Dict of Boxes.\nFlatten them in a wrapper of your own and register that."
+        )
