@@ -74,8 +74,10 @@ def make(env_id: str, **kwargs: Any) -> ExactState:
     _check_spaces(env, env_id)
     if isinstance(env.observation_space, Dict):
         env = FlattenObservation(env)
-    if not (np.all(env.action_space.low == -1) and np.all(env.action_space.high == 1)):  # type: ignore[attr-defined]
-        env = RescaleAction(env, -1.0, 1.0)  # type: ignore[arg-type]
+    box: Any = env.action_space
+    if (box.low != -1).any() or (box.high != 1).any():
+        one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
+        env = RescaleAction(env, -one, one)
     return ExactState(Uniform(env))
 
 

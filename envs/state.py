@@ -32,12 +32,16 @@ KINDS = {
 }
 
 
-def _environments(env: Env, path: str = "env", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Env]]:
+def _environments(env: Env, path: str = "env", seen: set[int] | None = None) -> Iterator[tuple[str, Env]]:
     """`env`, what it wraps, and the environments those hold: a maze holds an ant, which has a generator of its own."""
+    seen = set() if seen is None else seen
+    if id(env) in seen:  # an inner environment may know the outer one
+        return
+    seen.add(id(env))
     yield path, env
     for name, value in list(vars(env).items()):
-        if isinstance(value, gym.Env) and id(value) not in seen:  # `seen`: an inner environment may know the outer one
-            yield from _environments(value, f"{path}.{name}", seen | {id(env)})
+        if isinstance(value, gym.Env):
+            yield from _environments(value, f"{path}.{name}", seen)
 
 
 def _generators(env: Env) -> dict[str, str]:

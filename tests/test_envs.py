@@ -1,0 +1,261 @@
+"""Every environment looks the same to an agent, and what cannot work is refused in two lines."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, Graph
+
+from common.errors import InputError
+from envs.make import make, make_vector, seeds
+
+ROOT = Path(__file__).parent.parent
+NEWER_MUJOCO = tuple(map(int, mujoco.__version__.split(".")[:2])) > (3, 11)
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), **env},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "Humanoid-v5", "Pusher-v5", "HalfCheetah-v4"])
+def test_actions_are_rescaled_to_the_box(env_id: str) -> None:
+    env, raw = make(env_id), gym.make(env_id)
+    assert env.action_space == Box(-1, 1, raw.action_space.shape, np.float32)
+    for unit in (-1.0, -0.5, 0.0, 0.75, 1.0):
+        obs, _ = env.reset(seed=3)
+        raw_obs, _ = raw.reset(seed=3)
+        np.testing.assert_array_equal(obs, raw_obs.astype(np.float32))
+        action = np.full(raw.action_space.shape, unit, np.float32)
+        own = raw.action_space.low + (action + 1) / 2 * (raw.action_space.high - raw.action_space.low)
+        next_obs, reward, *_ = env.step(action)
+        raw_next_obs, raw_reward, *_ = raw.step(own.astype(np.float32))
+        assert next_obs.dtype == np.float32
+        assert next_obs.shape == env.observation_space.shape
+        np.testing.assert_allclose(next_obs, raw_next_obs, rtol=1e-4, atol=1e-4)
+        assert reward == pytest.approx(raw_reward, rel=1e-4)
+
+
+def test_pendulum_is_driven_with_two_newton_metres() -> None:
+    env = make("Pendulum-v1")
+    for unit in (-1, 0.5, 1):
+        env.reset(seed=0)
+        env.step(np.array([unit], np.float32))
+        assert env.unwrapped.last_u == 2 * unit  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "obs_dim"),
+    [
+        ("AntMaze_UMaze-v5", 2 + 2 + 105),
+        ("PointMaze_UMaze-v3", 2 + 2 + 4),
+        ("AdroitHandPen-v1", 45),
+        ("AdroitHandDoor-v1", 39),
+        ("FrankaKitchen-v1", 17 + 17 + 59),
+        ("FetchReach-v4", 3 + 3 + 10),
+    ],
+)
+def test_robotics_are_flat_and_tell_success(env_id: str, obs_dim: int) -> None:
+    pytest.importorskip("gymnasium_robotics")
+    if NEWER_MUJOCO and env_id in ("FrankaKitchen-v1", "FetchReach-v4"):
+        with pytest.raises(InputError, match=r"does not start with .*mujoco"):
+            make(env_id)
+        return
+    env = make(env_id)
+    obs, _ = env.reset(seed=0)
+    assert obs.shape == env.observation_space.shape == (obs_dim,)
+    assert obs.dtype == np.float32
+    for _ in range(3):
+        *_, info = env.step(np.ones(env.action_space.shape, np.float32))
+        assert info == {"success": False}
+        assert type(info["success"]) is bool
+
+
+def test_success_comes_true() -> None:
+    pytest.importorskip("gymnasium_robotics")
+    env = make("PointMaze_UMaze-v3")
+    env.reset(seed=0)
+    env.unwrapped.goal = env.unwrapped.data.qpos[:2].copy()  # type: ignore[attr-defined]
+    *_, info = env.step(np.zeros(2, np.float32))
+    assert info == {"success": True}
+
+
+def test_kitchen_succeeds_when_all_its_tasks_are_complete() -> None:
+    pytest.importorskip("gymnasium_robotics")
+    if NEWER_MUJOCO:
+        pytest.skip("gymnasium-robotics 1.4.2 cannot start it with this MuJoCo")
+    env = make("FrankaKitchen-v1", tasks_to_complete=["kettle", "microwave"])
+    env.reset(seed=0)
+    kitchen: Any = env.unwrapped
+    action = np.zeros(9, np.float32)
+    kitchen.goal["kettle"] = kitchen.data.qpos[-7:].copy()
+    *_, info = env.step(action)
+    assert info == {"success": False}
+    kitchen.goal["microwave"] = kitchen.data.qpos[22:23].copy()
+    *_, info = env.step(action)
+    assert info == {"success": True}
+
+
+class Odd(gym.Env):
+    def __init__(self, actions: gym.Space = Box(-1, 1, (2,)), obs: gym.Space = Box(-1, 1, (2,))) -> None:  # noqa: B008
+        self.action_space, self.observation_space = actions, obs
+
+
+def refuse() -> None:
+    raise AssertionError("no\nluck")
+
+
+REFUSED = {
+    "CartPole-v1": "continuous",
+    "HalfCheeta-v4": "Did you mean HalfCheetah-v4",
+    "HalfCheetah": "Did you mean HalfCheetah-v",
+    "Zzzzzz-v0": "module:Name-v0",
+    "": "module:Name-v0",
+    "no_such_module:Thing-v0": "no_such_module:Thing-v0 does not import",
+    "json:Thing-v0": "no environment json:Thing-v0",
+    "Unbounded-v0": "unbounded",
+    "HalfBounded-v0": "unbounded",
+    "Whole-v0": "continuous",
+    "Matrix-v0": "continuous",
+    "Pixels-v0": "observations of Pixels-v0",
+    "Graph-v0": "observations of Graph-v0",
+    "Discrete-v0": "observations of Discrete-v0",
+    "Fails-v0": "AssertionError no luck",
+    "HalfCheetah-v3": "HalfCheetah-v3 does not start",
+}
+
+
+@pytest.mark.parametrize("env_id", REFUSED)
+def test_refusals_take_two_lines_and_name_the_cure(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    monkeypatch.setattr(gym, "registry", gym.envs.registration.registry)
+    graph = Dict(a=Graph(Box(-1, 1), None))
+    odd = {
+        "Unbounded": {"actions": Box(-np.inf, np.inf, (2,))},
+        "HalfBounded": {"actions": Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))},
+        "Whole": {"actions": Box(0, 3, (2,), np.int64)},
+        "Matrix": {"actions": Box(-1, 1, (2, 2))},
+        "Pixels": {"obs": Box(0, 255, (8, 8, 3), np.uint8)},
+        "Graph": {"obs": graph},
+        "Discrete": {"obs": Discrete(3)},
+    }
+    for name, kwargs in odd.items():
+        gym.register(f"{name}-v0", Odd, kwargs=kwargs)
+    gym.register("Fails-v0", refuse)
+    with pytest.raises(InputError, match=REFUSED[env_id]) as caught:
+        make(env_id)
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_own_module(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium as gym\nfrom gymnasium.envs.classic_control import PendulumEnv\n"
+        "gym.register('Mine-v0', PendulumEnv, max_episode_steps=5)\n"
+    )
+    (tmp_path / "broken.py").write_text("import no_such_thing\n")
+    code = (
+        "from envs.make import make_vector; from common.errors import InputError\n"
+        "make_vector('mine:Mine-v0', 2, 0)\n"
+        "try: make_vector('broken:Mine-v0', 2, 0)\n"
+        "except InputError as error: print(error)\n"
+    )
+    assert "No module named 'no_such_thing'" in run(code, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
+
+
+@pytest.mark.parametrize(
+    ("missing", "env_id", "cure"),
+    [
+        ("gymnasium_robotics", "AntMaze_UMaze-v5", "pip install gymnasium-robotics=="),
+        ("mujoco", "HalfCheetah-v4", "pip install mujoco=="),
+        ("mujoco", "AdroitHandPen-v1", "pip install mujoco=="),
+        ("gymnasium_robotics", "Nothing-v0", "There is no environment Nothing-v0"),
+    ],
+)
+def test_missing_packages_are_named(missing: str, env_id: str, cure: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from envs.make import make; from common.errors import InputError\n"
+        "make('Pendulum-v1')\n"
+        f"try: make({env_id!r})\n"
+        "except InputError as error: print(error)\n"
+    )
+    assert cure in run(code).stdout
+
+
+def test_old_versions_make_no_noise_and_other_warnings_stay() -> None:
+    code = (
+        "import warnings, sys; from envs.make import make, make_vector\n"
+        "make_vector('HalfCheetah-v4', 1, 0); make('Humanoid-v4').reset()\n"
+        "assert 'gymnasium_robotics' not in sys.modules, 'imported although not needed'\n"
+        "assert 'torch' not in sys.modules\n"
+        "make('Pendulum-v1', render_mode='upside-down')\n"
+    )
+    stderr = run(code).stderr
+    assert "out of date" not in stderr
+    assert "precision" not in stderr
+    assert "upside-down" in stderr
+
+
+def test_seeds() -> None:
+    assert seeds(1, "training", 3) == seeds(1, "training", 5)[:3]
+    assert seeds(0, "training", 2) == [243515996, 1390174081]  # the same in every process, and from version to version
+    drawn = [s for seed in range(20) for purpose in ("training", "evaluation") for s in seeds(seed, purpose, 20)]
+    assert len(set(drawn)) == len(drawn)
+    with pytest.raises(InputError, match="negative"):
+        seeds(-1, "training", 1)
+    with pytest.raises(InputError, match="at least one"):
+        make_vector("Pendulum-v1", 0, seed=0)
+
+
+def test_vector_environment_keeps_every_transition_and_joins_none() -> None:
+    """Three side by side give what three alone give; Hopper falls, and the time limit cuts, at different steps."""
+    n, steps, env_id = 3, 1300, "Hopper-v4"
+    actions = np.random.default_rng(0).uniform(-1, 1, (steps, n, 3)).astype(np.float32)
+    actions[:, 2] = 0  # stands for a while
+    envs = make_vector(env_id, n, seed=4)
+    obs, _ = envs.reset()
+    got: list[list[tuple[bytes, ...]]] = [[] for _ in range(n)]
+    for action in actions:
+        next_obs, rewards, terminations, truncations, _ = envs.step(action)
+        for i in range(n):
+            transition = (obs[i], next_obs[i], rewards[i], terminations[i], truncations[i])
+            got[i].append(tuple(np.asarray(part).tobytes() for part in transition))
+        dones = terminations | truncations
+        obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+    for i, seed in enumerate(seeds(4, "training", n)):
+        env = make(env_id)
+        env.reset(seed=seed)
+        obs, _ = env.reset()
+        for t in range(steps):
+            next_obs, reward, termination, truncation, _ = env.step(actions[t, i])
+            parts = (obs, next_obs, np.float64(reward), np.bool_(termination), np.bool_(truncation))
+            assert got[i][t] == tuple(part.tobytes() for part in parts)
+            obs = env.reset()[0] if termination or truncation else next_obs
+    assert sum(transition[3] == b"\1" for episode in got for transition in episode) > 30
+
+
+def test_time_limit_truncates_and_failure_terminates() -> None:
+    env = make("HalfCheetah-v4", max_episode_steps=4)
+    env.reset(seed=0)
+    ends = [env.step(np.zeros(6, np.float32))[2:4] for _ in range(4)]
+    assert ends == [(False, False)] * 3 + [(False, True)]
+    env = make("InvertedPendulum-v4")
+    env.reset(seed=0)
+    for _ in range(100):
+        _, _, termination, truncation, _ = env.step(np.ones(1, np.float32))
+        if termination:
+            break
+    assert termination
+    assert not truncation
