@@ -1,0 +1,207 @@
+"""Soft Actor-Critic with automatic temperature.
+
+Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications", arXiv 1812.05905 (SAC v2). Equation numbers below
+are that paper's.
+
+    python algos/sac.py --env HalfCheetah-v4
+    python algos/sac.py --env Hopper-v4 --seed 2 --total-steps 300000
+    python algos/sac.py --env Humanoid-v4 --num-envs 4 --utd 2 --critics 5
+
+Where public versions differ, this one takes the choices behind the best public curves on Gymnasium's v4 environments
+(the SAC baseline of CrossQ, Bhatt et al. 2024), and differs from the paper in them:
+- learning rate 1e-3 for actor, critics and temperature (paper: 3e-4, which is clearly slower here);
+- weights start LeCun normal and biases at 0, as in flax (PyTorch's own start is smaller by √3);
+- 5 000 steps of uniform random actions first (paper: 1 000 to 10 000, by environment);
+- log σ is clipped to [-20, 2] (others squash it into [-5, 2]);
+- the target backs up entropy with the current α, over the smallest of all critics (as the paper does);
+- α's loss is α (-log π - H̄), whose gradient in log α is scaled by α (paper, eq. 18; others drop that α);
+- actions live in [-1, 1] and the environment's wrapper rescales them, so that H̄ = -|A| means the same everywhere.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.checkpoint import restore, state_of
+from common.evaluate import evaluate
+from common.networks import TanhGaussian, descend, mlp, polyak
+from common.replay_buffer import Batch, ReplayBuffer
+from common.run import Run, RunArgs, command_line
+from envs.make import make, make_vector, seeds
+from envs.state import get_states, set_states
+
+Metrics = dict[str, Tensor]
+
+
+@dataclass
+class Args(RunArgs):
+    # Networks
+    hidden: tuple[int, ...] = (256, 256)
+    """Widths of the hidden layers of actor and critics."""
+    critics: int = 2
+    """Critics; the target and the actor use the smallest of them."""
+
+    # Learning
+    gamma: float = 0.99
+    """Discount."""
+    tau: float = 0.005
+    """Step of the target critics towards the critics, at every update."""
+    actor_lr: float = 1e-3
+    """Learning rate of the actor."""
+    critic_lr: float = 1e-3
+    """Learning rate of the critics."""
+    alpha_lr: float = 1e-3
+    """Learning rate of the temperature."""
+    batch_size: int = 256
+    """Transitions in an update."""
+    utd: int = 1
+    """Updates for each environment step (update-to-data ratio)."""
+
+    # Data
+    learning_starts: int = 5_000
+    """Steps with uniform random actions before the first update."""
+    buffer_size: int = 1_000_000
+    """Transitions that the replay buffer holds."""
+
+
+class Actor(nn.Module):
+    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim, *hidden, 2 * action_dim], generator)
+
+    def forward(self, obs: Tensor) -> TanhGaussian:
+        mean, log_std = self.net(obs).chunk(2, dim=-1)
+        return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
+
+
+class Critic(nn.Module):
+    """Q_i(s, a) of all critics at once: [critics, batch]."""
+
+    def __init__(
+        self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], critics: int, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim + action_dim, *hidden, 1], generator, ensemble=critics)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        return self.net(torch.cat([obs, actions], dim=-1)).squeeze(-1)
+
+
+class SAC:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        initializer = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
+        self.critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
+        self.critic_target = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
+        self.critic_target.load_state_dict(self.critic.state_dict())
+        self.log_alpha = nn.Parameter(torch.zeros((), device=device))
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), args.actor_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), args.critic_lr, fused=True)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], args.alpha_lr, fused=True)
+        self.gamma, self.tau, self.device, self.action_dim = args.gamma, args.tau, device, action_dim
+        self.target_entropy = -float(action_dim)
+
+    def explore(self, num_envs: int) -> NDArray[np.float32]:
+        """Uniform random actions [num_envs, action_dim]."""
+        shape = (num_envs, self.action_dim)
+        return (2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0).cpu().numpy()
+
+    @torch.no_grad()
+    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        policy = self.actor(torch.from_numpy(obs).to(self.device))
+        return (policy.mode if deterministic else policy.sample(self.generator)).cpu().numpy()
+
+    def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Soft Bellman residual of every critic, eq. 5 and 6."""
+        with torch.no_grad():
+            next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
+            next_value = self.critic_target(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
+            # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+            target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
+        values = self.critic(batch.obs, batch.actions)
+        loss = (values - target).square().mean(1).sum()
+        return loss, {"losses/critic": loss.detach(), "losses/q": values.detach().mean()}
+
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """KL divergence from the policy to exp(Q / α), eq. 7 and 9; also the log-probabilities, for α."""
+        actions, log_prob = self.actor(batch.obs).rsample(self.generator)
+        value = self.critic(batch.obs, actions).amin(0)
+        loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
+        return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach().mean()}
+
+    def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
+        """Moves α until the policy's entropy is H̄, eq. 18."""
+        alpha = self.log_alpha.exp()
+        loss = -alpha * (log_prob.mean() + self.target_entropy)
+        return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
+
+    def update(self, batch: Batch) -> Metrics:
+        """One gradient step of each network (the paper's algorithm 1, its inner loop)."""
+        critic_loss, critic_metrics = self.critic_loss(batch)
+        descend(critic_loss, self.critic_optimizer)
+        actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
+        descend(actor_loss, self.actor_optimizer)
+        alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
+        descend(alpha_loss, self.alpha_optimizer)
+        polyak(self.critic_target, self.critic, self.tau)
+        return critic_metrics | actor_metrics | alpha_metrics
+
+
+def train(args: Args) -> None:
+    run = Run("sac", args)
+    envs = make_vector(args.env, args.num_envs, args.seed)
+    eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
+    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    agent = SAC(args, obs_dim, action_dim, run.device)
+    buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
+    update = torch.compile(agent.update) if args.compile else agent.update
+
+    saved = run.open()
+    run.logger.say(str(buffer))
+    if saved:
+        restore(agent, saved["agent"])
+        buffer.load(run.folder / "checkpoint" / "replay", saved["buffer"])
+        obs, exact = set_states(envs, saved["envs"])
+        run.warn_inexact(exact)
+    else:
+        obs, _ = envs.reset()
+        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+
+    metrics: Metrics = {}
+    while run.step < args.total_steps:
+        # Act
+        with run.logger.timed("act"):
+            actions = agent.explore(args.num_envs) if run.step < args.learning_starts else agent.act(obs)
+        with run.logger.timed("env_step"):
+            next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+        buffer.add(obs, actions, rewards, next_obs, terminations)
+        dones = terminations | truncations
+        run.logger.count(rewards, dones)
+        obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+
+        # Learn
+        if run.step > args.learning_starts:
+            for _ in range(args.utd * args.num_envs):
+                with run.logger.timed("update"):
+                    metrics = update(buffer.sample(args.batch_size, agent.generator))
+
+        # Report
+        if run.due(1_000):
+            run.logger.log(metrics)
+        if run.due(args.eval_every):
+            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)}, buffer)
+    run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

@@ -1,0 +1,120 @@
+"""The state of everything that has one, and files that are either whole or not there."""
+
+import contextlib
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.errors import InputError
+
+_CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype, tuple)
+
+
+def state_of(agent: object) -> dict[str, Any]:
+    """The state of every attribute of `agent`: networks, optimisers, generators, tensors, arrays and numbers.
+
+    An attribute added later is saved without further code. Raises TypeError for one whose state it does not know, so
+    that nothing is ever left out silently.
+    """
+    state: dict[str, Any] = {}
+    for name, value in vars(agent).items():
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            state[name] = value.state_dict()
+        elif isinstance(value, torch.Generator):
+            state[name] = value.get_state()
+        elif isinstance(value, Tensor):
+            state[name] = value.detach()
+        elif isinstance(value, np.ndarray) or isinstance(value, int | float):
+            state[name] = value
+        elif not (isinstance(value, _CONSTANTS) or callable(value)):
+            raise TypeError(f"{type(agent).__name__}.{name}: a checkpoint cannot hold a {type(value).__name__}")
+    return state
+
+
+def restore(agent: object, state: dict[str, Any]) -> None:
+    """Puts back what `state_of` gave, into the same objects: an optimiser stays bound to its parameters.
+
+    Raises InputError where names or shapes differ.
+    """
+    expected = state_of(agent).keys()
+    if expected != state.keys():
+        raise InputError(
+            f"the checkpoint was made by other code: {sorted(expected ^ state.keys())} differ; "
+            "give another --run-dir to start afresh"
+        )
+    try:
+        for name, value in vars(agent).items():
+            if isinstance(value, nn.Module | torch.optim.Optimizer):
+                value.load_state_dict(state[name])
+            elif isinstance(value, torch.Generator):
+                value.set_state(state[name].cpu())
+            elif isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(state[name])
+            elif isinstance(value, np.ndarray):
+                value[...] = state[name]
+            elif name in state:
+                setattr(agent, name, state[name])
+    except (RuntimeError, ValueError) as error:
+        message = str(error).splitlines()[-1].strip()
+        raise InputError(f"the checkpoint does not fit {name}: {message}; give another --run-dir") from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; it takes the place of `path` in one step when the block ends well, else it is gone."""
+    aside = path.with_name(path.name + ".part")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself survives a power cut only when its folder is synced
+    os.fsync(folder)
+    os.close(folder)
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Writes tensors, arrays, numbers, strings, lists and dicts, which `load` reads without unpickling any code."""
+    with replacing(path) as file:
+        torch.save(_as_tensors(state), file)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads what `save` wrote, to the CPU. Raises InputError where the file is damaged."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself does not compare the checksums
+            if archive.testzip() is not None:
+                raise zipfile.BadZipFile
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
+        raise InputError(f"{path} is damaged: delete {path.parent.parent} to start afresh") from None
+    loaded: dict[str, Any] = _as_arrays(state)
+    return loaded
+
+
+def _as_tensors(state: Any) -> Any:
+    """Arrays as {"ndarray": tensor}: NumPy's own pickles are not among what PyTorch reads as mere data."""
+    if isinstance(state, np.ndarray):
+        return {"ndarray": torch.from_numpy(state)}
+    if isinstance(state, dict):
+        return {key: _as_tensors(value) for key, value in state.items()}
+    return [_as_tensors(value) for value in state] if isinstance(state, list) else state
+
+
+def _as_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        if state.keys() == {"ndarray"}:
+            return state["ndarray"].numpy()
+        return {key: _as_arrays(value) for key, value in state.items()}
+    return [_as_arrays(value) for value in state] if isinstance(state, list) else state

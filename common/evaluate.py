@@ -1,0 +1,41 @@
+"""Episodes side by side, in environments and with seeds of their own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+Act = Callable[[NDArray[Any]], NDArray[np.float32]]
+
+
+class Episode(NamedTuple):
+    """Undiscounted return of raw rewards, steps, and whether any step succeeded (None: no notion of success)."""
+
+    return_: float
+    length: int
+    success: bool | None
+
+
+def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) -> list[Episode]:
+    """One episode in each environment, all stepped together: `act` maps obs [n, obs_dim] to actions [n, action_dim].
+
+    Every call resets with the same seeds, so that evaluations differ by the policy alone, leave no state behind, and
+    change nothing in training however often they are done.
+    """
+    obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
+    returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), np.int64)
+    successes: list[bool | None] = [None] * len(envs)
+    running = np.arange(len(envs))
+    while len(running):
+        going_on = np.ones(len(running), bool)
+        for k, (i, action) in enumerate(zip(running, act(obs[running]), strict=True)):
+            obs[i], reward, terminated, truncated, info = envs[i].step(action)
+            returns[i] += float(reward)
+            lengths[i] += 1
+            if "success" in info:
+                successes[i] = bool(successes[i]) or bool(info["success"])
+            going_on[k] = not (terminated or truncated)
+        running = running[going_on]
+    return [Episode(*episode) for episode in zip(returns.tolist(), lengths.tolist(), successes, strict=True)]

@@ -1,0 +1,106 @@
+"""Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, gradient step, Polyak."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LOG_2 = math.log(2.0)
+HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+
+
+class EnsembleLinear(nn.Module):
+    """`ensemble` linear layers side by side, in one batched product.
+
+    Shapes: weight [ensemble, inputs, outputs], bias [ensemble, 1, outputs]; maps [ensemble, batch, inputs], or
+    [batch, inputs] shared by all members, to [ensemble, batch, outputs].
+    """
+
+    def __init__(self, ensemble: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(ensemble, inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(ensemble, 1, outputs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.weight.shape[-1] == 1:  # a dot product along the features: three times as fast as a one-column product
+            return (inputs * self.weight.mT).sum(-1, keepdim=True) + self.bias
+        return torch.baddbmm(self.bias, inputs.expand(len(self.weight), -1, -1), self.weight)
+
+
+def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None) -> nn.Sequential:
+    """ReLU network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given.
+
+    Weights start as flax's `Dense` does, with which SAC's best public curves were made (LeCun normal: variance
+    1 / inputs, cut at two standard deviations), biases at 0.
+    """
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layer: nn.Module
+        if ensemble is None:
+            layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
+        else:
+            layer = EnsembleLinear(ensemble, inputs, outputs)
+        std = math.sqrt(1.0 / inputs) / 0.87962566103423978  # the standard deviation that the cut takes away
+        nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std, generator=generator)
+        nn.init.zeros_(layer.bias)
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class TanhGaussian:
+    """The distribution of tanh(u), u ~ N(mean, exp(log_std)²), independent in each dimension.
+
+    Source: SAC (Haarnoja et al. 2018, arXiv 1812.05905), appendix C. Shapes: mean, log_std and actions
+    [..., action_dim]; log-probabilities [...].
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+        self.mean, self.log_std = mean, log_std
+
+    @property
+    def mode(self) -> Tensor:
+        """tanh(mean), the deterministic action (the median, to be exact)."""
+        return torch.tanh(self.mean)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Actions alone, for acting."""
+        noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device)
+        return torch.tanh(self.mean + self.log_std.exp() * noise)
+
+    def rsample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Reparameterised actions and their log-probabilities."""
+        noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device)
+        u = self.mean + self.log_std.exp() * noise
+        return torch.tanh(u), self._log_prob(u, noise)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Log-probability of the actions given, not of a new sample.
+
+        Actions must lie within [-1, 1]; ±1, whose density is 0 or infinite, counts as the nearest float inside.
+        """
+        limit = 1.0 - torch.finfo(actions.dtype).eps
+        u = torch.atanh(actions.clamp(-limit, limit))
+        return self._log_prob(u, (u - self.mean) * torch.exp(-self.log_std))
+
+    def _log_prob(self, u: Tensor, noise: Tensor) -> Tensor:
+        # log(1 - tanh(u)²) = 2 (log 2 - u - softplus(-2u)) is exact for every u; the usual log(1 - a² + 1e-6) is not.
+        log_slope = 2.0 * (LOG_2 - u - F.softplus(-2.0 * u))
+        return (-0.5 * noise.square() - self.log_std - log_slope - HALF_LOG_2PI).sum(-1)
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step down the gradient of `loss`, in the optimiser's parameters and in no others.
+
+    A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
+    """
+    optimizer.zero_grad()
+    loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+    optimizer.step()
+
+
+@torch.no_grad()
+def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """target ← (1 - tau) target + tau online, in one fused operation."""
+    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)

@@ -1,0 +1,273 @@
+"""One run: its arguments, its folder, its device, exact resume, and an end that is never a traceback."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import importlib.metadata
+import io
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+import torch
+import tyro
+
+from common import checkpoint
+from common.errors import InputError, RunError
+from common.logger import Logger, start_wandb
+from common.replay_buffer import ReplayBuffer
+
+MAY_DIFFER = ("run_dir", "track")  # arguments that change where a run is written, not what it computes
+MAY_BE_ZERO = ("seed", "learning_starts")
+
+
+@dataclasses.dataclass
+class RunArgs:
+    """What every algorithm takes."""
+
+    env: str = "HalfCheetah-v4"
+    """Gymnasium id of the environment."""
+    seed: int = 1
+    """Fixes everything random: networks, exploration, environments, batches."""
+    total_steps: int = 1_000_000
+    """Environment steps, those of all environments added up."""
+    num_envs: int = 1
+    """Environments stepped together."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where networks and replay buffer live; auto takes CUDA when it is there."""
+    compile: bool = False
+    """Run the update through torch.compile."""
+    run_dir: Path | None = None
+    """Run folder; runs/<algorithm>__<env>__<seed> unless given."""
+    eval_every: int = 5_000
+    """Environment steps between evaluations."""
+    eval_episodes: int = 10
+    """Episodes of an evaluation, all with the deterministic policy."""
+    checkpoint_every: int = 10_000
+    """Environment steps between checkpoints."""
+    track: bool = False
+    """Log to Weights & Biases too."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            flag = "--" + field.name.replace("_", "-")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_ZERO):
+                    raise InputError(f"{flag} is {value}: give a number above 0")
+                if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau"):
+                    raise InputError(f"{flag} is {value}: give a number in (0, 1]")
+
+
+class Run:
+    """The folder of a run and what happens in it. Nothing is written before `open`, so bad input leaves no trace."""
+
+    def __init__(self, algo: str, args: RunArgs) -> None:
+        """Raises InputError where the folder belongs to other arguments; exits with 0 where the run is finished."""
+        self.args = args
+        self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.env)}__{args.seed}"
+        self.folder = args.run_dir or Path("runs") / self.name
+        self.device = _device(args.device)
+        self._signal = 0
+        arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
+        self.config = {"algo": algo, "arguments": json.loads(json.dumps(arguments)), "versions": _versions()}
+        self._check_folder()
+
+    def open(self) -> dict[str, Any] | None:
+        """Makes the folder or takes it up again; returns the state of its last checkpoint, if there is one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        config = self.folder / "config.json"
+        if not config.exists():
+            facts = self.config | {"commit": _commit(), "hardware": _hardware(self.device)}
+            with checkpoint.replacing(config) as file:
+                file.write(json.dumps(facts, indent=2).encode())
+        path = self.folder / "checkpoint" / "state.pt"
+        saved = checkpoint.load(path) if path.exists() else None
+        wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
+        self.logger = Logger(
+            self.folder, self.args.total_steps, self.args.num_envs, saved and saved["logger"], wandb_run
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # signals reach the main thread only
+                signal.signal(number, self._on_signal)
+        if saved is None:
+            self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
+            return None
+        self.logger.say(f"{self.name}: goes on from step {self.logger.step:,}, on {self.device}, in {self.folder}")
+        before = json.loads(config.read_text())["versions"]
+        if before != self.config["versions"]:
+            changed = [name for name, version in _versions().items() if before.get(name) != version]
+            self.logger.say(f"warning: {', '.join(changed)} changed since it began; it is not bit for bit the same run")
+        return saved
+
+    @property
+    def step(self) -> int:
+        """Environment steps so far."""
+        return self.logger.step
+
+    def due(self, every: int) -> bool:
+        """Whether a multiple of `every` was reached by the last step of all environments, or the end."""
+        step = self.step
+        return step // every > (step - self.args.num_envs) // every or step >= self.args.total_steps
+
+    def warn_inexact(self, exact: list[bool]) -> None:
+        """Says so where the environments could not be brought back to the very state that was saved."""
+        if not all(exact):
+            self.logger.say(
+                f"warning: {self.args.env} does not replay bit for bit: it begins a new episode here, "
+                "and the run is not exactly the one that was stopped"
+            )
+
+    def save_if_due(self, snapshot: Callable[[], dict[str, Any]], buffer: ReplayBuffer | None = None) -> None:
+        """A checkpoint, when one is due or the user asked to stop; then it stops, and the same command goes on.
+
+        Written aside and renamed, the replay rows before the state that needs them: a kill at any instant leaves the
+        checkpoint before, or this one.
+        """
+        if not (self.due(self.args.checkpoint_every) or self._signal):
+            return
+        folder = self.folder / "checkpoint"
+        folder.mkdir(exist_ok=True)
+        state = snapshot() | {"logger": self.logger.state()}
+        _refuse_non_finite(state, self.folder, self.step)
+        if buffer is not None:
+            state["buffer"] = buffer.save(folder / "replay")
+        checkpoint.save(folder / "state.pt", state)
+        if buffer is not None:
+            buffer.drop_old(folder / "replay")
+        if self._signal:
+            self.logger.say(f"stopped at step {self.step:,}; the same command goes on from there")
+            self.logger.close()
+            raise SystemExit(128 + self._signal)
+
+    def finish(self) -> None:
+        """Marks the run as complete."""
+        self.logger.close()
+        with checkpoint.replacing(self.folder / "DONE") as file:
+            file.write(json.dumps({"step": self.step}).encode())
+        self.logger.say(f"done: {self.step:,} steps, results in {self.folder}")
+
+    def _check_folder(self) -> None:
+        config = self.folder / "config.json"
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"{self.folder} is a file: give another --run-dir")
+        if not config.exists():
+            if self.folder.exists() and any(f.name not in (".lock", "config.json.part") for f in self.folder.iterdir()):
+                raise InputError(f"{self.folder} is not empty and not a run folder: give another --run-dir")
+            return
+        try:
+            made_by = json.loads(config.read_text())
+            before = made_by["arguments"] | {"algorithm": made_by["algo"]}
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{config} is damaged: delete {self.folder} to start afresh") from None
+        now = self.config["arguments"] | {"algorithm": self.config["algo"]}
+        differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in MAY_DIFFER]
+        if differ:
+            listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
+            raise InputError(
+                f"{self.folder} was made by other arguments: {listed}\n"
+                f"give another --run-dir, or delete {self.folder} to start afresh"
+            )
+        if (self.folder / "DONE").exists():
+            sys.stderr.write(f"{self.folder} is finished ({self.args.total_steps:,} steps): nothing to do\n")
+            raise SystemExit(0)
+
+    def _lock(self) -> None:
+        self._lock_file = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process is running in {self.folder}: wait for it or stop it") from None
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._signal:  # asked twice: at once
+            raise SystemExit(128 + number)
+        self._signal = number
+        self.logger.say("stopping after this step and a checkpoint (again: at once)")
+
+
+T = TypeVar("T", bound=RunArgs)
+
+
+def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
+    """Runs `train` with the command line's arguments. Ends with 2 for bad input and 1 for a failed run, in two lines."""
+    program = Path(sys.argv[0]).name
+    try:
+        train(_parse(arguments))
+    except InputError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        raise SystemExit(2) from None
+    except RunError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        raise SystemExit(1) from None
+    except PermissionError as error:
+        sys.stderr.write(f"{program}: may not write {error.filename}: give another --run-dir\n")
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = error.filename or "the run folder"
+        sys.stderr.write(f"{program}: {error.strerror} ({where}): make room, then the same command goes on\n")
+        raise SystemExit(1) from None
+
+
+def _parse(arguments: type[T]) -> T:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    # tyro draws a box of many lines: what is wrong stands above its first rule, what was meant below.
+    lines = [line.strip("│╭╮╰╯ ─") for line in said.getvalue().splitlines()[1:]]
+    wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
+    meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
+    raise InputError(f"{wrong}{f' (perhaps {meant[1]}?)' if meant else ''}\nsee --help for all flags")
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but PyTorch sees no CUDA device here: give --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")}
+    return {"python": platform.python_version()} | packages
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    cpu = models[0] if models else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def _refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            _refuse_non_finite(value, folder, step)
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
+            raise RunError(
+                f"{name} is not finite at step {step:,}: try a smaller learning rate or reward scale; "
+                f"{folder} keeps the last checkpoint before it"
+            )
