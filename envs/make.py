@@ -144,7 +144,8 @@ def _register_robotics(name: str) -> None:
 def _require(module: str, env_id: str, error: Exception) -> None:
     """Raise InputError if `error` came about because `module` is not installed."""
     if module in str(error).lower() and importlib.util.find_spec(module) is None:
-        pin = {"mujoco": "mujoco==3.11.0", "gymnasium_robotics": "gymnasium-robotics==1.4.2"}[module]
+        # Gymnasium's MuJoCo environments import imageio too, which MuJoCo does not bring.
+        pin = {"mujoco": "mujoco==3.11.0 imageio", "gymnasium_robotics": "gymnasium-robotics==1.4.2"}[module]
         raise InputError(f"{env_id} needs {module}, which is not installed: pip install {pin}") from None
 
 
