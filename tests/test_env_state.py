@@ -193,7 +193,7 @@ def test_refuses_what_is_not_its_state() -> None:
         None,
         {},
         [],
-        {key: value for key, value in state.items() if key != "seed"},
+        *({key: value for key, value in state.items() if key != missing} for missing in state),
         state | {"actions": [[0.0]]},
         state | {"actions": np.zeros((2, 3), np.float32)},
         state | {"actions": np.zeros((2, 1))},
