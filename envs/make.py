@@ -23,8 +23,8 @@ ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
 class Uniform(gym.Wrapper[Array, Array, Any, Any]):
     """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
 
-    The other entries of `info` are dropped because a vector environment spends 1.3 µs a step to gather each: with
-    HalfCheetah-v4's four and Ant-v4's nine, 6 and 12 µs that nobody here reads.
+    The other entries of `info` are dropped because a vector environment spends 1 µs a step to gather each, four
+    in HalfCheetah-v4 and nine in Ant-v4, and nobody here reads them.
     """
 
     def __init__(self, env: Env) -> None:
@@ -53,9 +53,10 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
 def make(env_id: str, **kwargs: Any) -> ExactState:
     """The environment `env_id` ("Name-v0", or "module:Name-v0" to import its module first), ready for an agent.
 
-    Observations: float32 [obs_dim], a dict's entries joined in its own order. Actions: float32 [action_dim] in [-1, 1],
-    rescaled to the environment's own box. `info["success"]`: bool, at each step, where the environment has the notion.
-    `kwargs` go to the environment's constructor. Its exact state can be saved and restored (`envs.state`).
+    Observations: float32 [obs_dim]; a dict's entries joined in its space's order, which is alphabetical (achieved_goal,
+    desired_goal, observation). Actions: float32 [action_dim] in [-1, 1], rescaled to the environment's own box.
+    `info["success"]`: bool, at each step, where the environment has the notion. `kwargs` go to the environment's
+    constructor. Its exact state can be saved and restored (`envs.state`).
 
     Raises InputError where the id is unknown, a package is missing, the environment does not start, or its actions or
     observations are not continuous vectors.
@@ -144,7 +145,8 @@ def _register_robotics(name: str) -> None:
 def _require(module: str, env_id: str, error: Exception) -> None:
     """Raise InputError if `error` came about because `module` is not installed."""
     if module in str(error).lower() and importlib.util.find_spec(module) is None:
-        pin = {"mujoco": "mujoco==3.11.0", "gymnasium_robotics": "gymnasium-robotics==1.4.2"}[module]
+        # Gymnasium's MuJoCo environments import imageio too, which MuJoCo does not bring.
+        pin = {"mujoco": "mujoco==3.11.0 imageio", "gymnasium_robotics": "gymnasium-robotics==1.4.2"}[module]
         raise InputError(f"{env_id} needs {module}, which is not installed: pip install {pin}") from None
 
 

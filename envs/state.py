@@ -20,6 +20,7 @@ from common.errors import InputError
 Array = npt.NDArray[Any]
 Env = gym.Env[Any, Any]
 
+# What a saved state holds.
 KINDS = {
     "seed": int | None,
     "options": dict | None,
@@ -143,7 +144,7 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array]):
 
     def _check(self, state: dict[str, Any]) -> None:
         for key, kind in KINDS.items():
-            if not isinstance(state, dict) or not isinstance(state.get(key, KINDS), kind):
+            if not isinstance(state, dict) or not isinstance(state.get(key, ...), kind):
                 raise InputError(f"This is not the saved state of an environment: {key!r} is missing or not as saved.")
         for key, space in (("actions", self.action_space), ("obs", self.observation_space)):
             shape = state[key].shape[1:] if key == "actions" else state[key].shape
