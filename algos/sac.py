@@ -23,6 +23,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from gymnasium.spaces import flatdim
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -90,7 +91,8 @@ class Critic(nn.Module):
         self.net = mlp([obs_dim + action_dim, *hidden, 1], generator, ensemble=critics)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        return self.net(torch.cat([obs, actions], dim=-1)).squeeze(-1)
+        values: Tensor = self.net(torch.cat([obs, actions], dim=-1))
+        return values.squeeze(-1)
 
 
 class SAC:
@@ -111,13 +113,15 @@ class SAC:
     def explore(self, num_envs: int) -> NDArray[np.float32]:
         """Uniform random actions [num_envs, action_dim]."""
         shape = (num_envs, self.action_dim)
-        return (2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0).cpu().numpy()
+        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
+        return actions.cpu().numpy()
 
     @torch.no_grad()
     def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
         """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
         policy = self.actor(torch.from_numpy(obs).to(self.device))
-        return (policy.mode if deterministic else policy.sample(self.generator)).cpu().numpy()
+        actions = policy.mode if deterministic else policy.sample(self.generator)
+        return actions.cpu().numpy()
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Soft Bellman residual of every critic, eq. 5 and 6."""
@@ -160,7 +164,7 @@ def train(args: Args) -> None:
     envs = make_vector(args.env, args.num_envs, args.seed)
     eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = SAC(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
     update = torch.compile(agent.update) if args.compile else agent.update

@@ -31,7 +31,7 @@ def state_of(agent: object) -> dict[str, Any]:
             state[name] = value.get_state()
         elif isinstance(value, Tensor):
             state[name] = value.detach()
-        elif isinstance(value, np.ndarray) or isinstance(value, int | float):
+        elif isinstance(value, (np.ndarray, int | float)):
             state[name] = value
         elif not (isinstance(value, _CONSTANTS) or callable(value)):
             raise TypeError(f"{type(agent).__name__}.{name}: a checkpoint cannot hold a {type(value).__name__}")

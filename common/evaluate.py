@@ -30,7 +30,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
     running = np.arange(len(envs))
     while len(running):
         going_on = np.ones(len(running), bool)
-        for k, (i, action) in enumerate(zip(running, act(obs[running]), strict=True)):
+        for k, (i, action) in enumerate(zip(running.tolist(), act(obs[running]), strict=True)):
             obs[i], reward, terminated, truncated, info = envs[i].step(action)
             returns[i] += float(reward)
             lengths[i] += 1

@@ -1,5 +1,6 @@
 """Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, gradient step, Polyak."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -36,8 +37,8 @@ def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None =
     1 / inputs, cut at two standard deviations), biases at 0.
     """
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
-        layer: nn.Module
+    for inputs, outputs in itertools.pairwise(sizes):
+        layer: nn.Linear | EnsembleLinear
         if ensemble is None:
             layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
         else:

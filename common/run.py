@@ -201,7 +201,7 @@ T = TypeVar("T", bound=RunArgs)
 
 
 def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
-    """Runs `train` with the command line's arguments. Ends with 2 for bad input and 1 for a failed run, in two lines."""
+    """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
     program = Path(sys.argv[0]).name
     try:
         train(_parse(arguments))
