@@ -33,8 +33,7 @@ class EnsembleLinear(nn.Module):
 def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None) -> nn.Sequential:
     """ReLU network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given.
 
-    Weights start as flax's `Dense` does, with which SAC's best public curves were made (LeCun normal: variance
-    1 / inputs, cut at two standard deviations), biases at 0.
+    Weights and biases start as PyTorch's own do, uniform within ±1 / √inputs, but from the generator given.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
@@ -43,9 +42,9 @@ def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None =
             layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
         else:
             layer = EnsembleLinear(ensemble, inputs, outputs)
-        std = math.sqrt(1.0 / inputs) / 0.87962566103423978  # the standard deviation that the cut takes away
-        nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std, generator=generator)
-        nn.init.zeros_(layer.bias)
+        bound = 1.0 / math.sqrt(inputs)
+        nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+        nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

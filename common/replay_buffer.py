@@ -71,7 +71,8 @@ class ReplayBuffer:
 
         Raises InputError where shapes do not fit, RunError where a number is not finite.
         """
-        parts = [np.asarray(part, np.float32) for part in (obs, actions, rewards, next_obs, terminations)]
+        with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+            parts = [np.asarray(part, np.float32) for part in (obs, actions, rewards, next_obs, terminations)]
         n = len(parts[0])
         for name, part, width in zip(Batch._fields, parts, self.widths, strict=True):
             if part.shape not in ((n, width), (n,) if width == 1 else None):

@@ -1,0 +1,34 @@
+# `make help` lists what there is. PYTHON chooses the interpreter of the environment (3.11 to 3.13).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help setup train test lint speed
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 14
+
+setup: $(VENV)/installed ## make .venv with the pinned requirements; does nothing when nothing changed
+
+$(VENV)/installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "onramp needs Python 3.11 to 3.13; this is $$($(PYTHON) --version): make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+train: setup ## train SAC on HalfCheetah-v4 (ARGS="--env Hopper-v4 --seed 2" for more)
+	$(BIN)/python algos/sac.py $(ARGS)
+
+test: setup ## run the tests (ARGS="-k resume" for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+speed: setup ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
+	$(BIN)/python bench/speed.py $(ARGS)

@@ -1,0 +1,113 @@
+"""Building blocks against independent formulas in float64."""
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from common.networks import EnsembleLinear, TanhGaussian, descend, mlp, polyak
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def log_density(action: float, mean: float, std: float) -> float:
+    """Change of variables: p(a) = N(atanh a; mean, std) / (1 - a²)."""
+    return math.log(NormalDist(mean, std).pdf(math.atanh(action))) - math.log1p(-(action**2))
+
+
+def test_log_prob_is_of_the_action_given():
+    """Trap 2: not of a fresh sample."""
+    actions = torch.tensor([[0.3, -0.9], [0.999, 0.0]], dtype=torch.float64)
+    mean, std = torch.tensor([[0.2, -1.0], [2.0, 0.1]], dtype=torch.float64), torch.tensor([0.5, 1.3]).double()
+    got = TanhGaussian(mean, std.log().expand(2, 2)).log_prob(actions)
+    expected = [
+        sum(log_density(a, m, s) for a, m, s in zip(*row, strict=True))
+        for row in zip(actions.tolist(), mean.tolist(), [std.tolist()] * 2, strict=True)
+    ]
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-10)
+
+
+def test_the_density_integrates_to_one():
+    policy = TanhGaussian(torch.tensor([[0.7]]).double(), torch.tensor([[-0.4]]).double())
+    actions = torch.linspace(-1, 1, 2_000_001, dtype=torch.float64)[1:-1]
+    density = policy.log_prob(actions[:, None]).exp()
+    assert torch.trapezoid(density, actions).item() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
+def test_sampled_log_prob_agrees_with_log_prob_of_the_sample(scale: float):
+    mean = scale * torch.randn(1000, 3, generator=generator(1), dtype=torch.float64)
+    policy = TanhGaussian(mean, torch.full((1000, 3), -1.0).double())
+    actions, log_prob = policy.rsample(generator(2))
+    inside = (actions.abs() < 1 - 1e-9).all(-1)  # beyond, atanh(tanh(u)) itself has lost u
+    assert inside.sum() > 500
+    torch.testing.assert_close(policy.log_prob(actions)[inside], log_prob[inside], rtol=1e-6, atol=1e-6)
+
+
+def test_log_prob_is_finite_at_the_bounds_and_far_out():
+    policy = TanhGaussian(torch.zeros(1, 2), torch.zeros(1, 2))
+    assert policy.log_prob(torch.tensor([[1.0, -1.0]])).isfinite().all()
+    far = TanhGaussian(torch.full((1, 2), 40.0), torch.zeros(1, 2)).rsample(generator())[1]
+    assert far.isfinite().all()
+
+
+def test_sample_and_rsample_draw_the_same_actions():
+    policy = TanhGaussian(torch.randn(5, 2, generator=generator(3)), torch.zeros(5, 2))
+    assert torch.equal(policy.sample(generator(4)), policy.rsample(generator(4))[0])
+    assert torch.equal(policy.mode, torch.tanh(policy.mean))
+
+
+def test_rsample_gradient_against_finite_differences():
+    mean = torch.randn(4, 2, generator=generator(5), dtype=torch.float64, requires_grad=True)
+    log_std = torch.randn(4, 2, generator=generator(6), dtype=torch.float64, requires_grad=True)
+
+    def sampled(mean: torch.Tensor, log_std: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return TanhGaussian(mean, log_std).rsample(generator(7))
+
+    assert torch.autograd.gradcheck(sampled, (mean, log_std))
+
+
+@pytest.mark.parametrize("outputs", [1, 5])
+def test_ensemble_equals_its_members_one_by_one(outputs: int):
+    net = mlp([3, 8, outputs], generator(), ensemble=4).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64, generator=generator(1))
+    first, last = (layer for layer in net if isinstance(layer, EnsembleLinear))
+    for i, got in enumerate(net(inputs)):
+        hidden = torch.relu(inputs @ first.weight[i] + first.bias[i])
+        torch.testing.assert_close(got, hidden @ last.weight[i] + last.bias[i])
+
+
+def test_networks_start_uniform_and_touch_no_global_generator():
+    before = torch.get_rng_state()
+    net, ensemble = mlp([400, 300, 2], generator()), mlp([400, 300, 1], generator(), ensemble=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    for layer in (net[0], ensemble[0]):
+        assert layer.weight.std().item() == pytest.approx(1 / math.sqrt(3 * 400), rel=0.02)
+        assert 0.04 < layer.weight.abs().max().item() <= 1 / math.sqrt(400)
+        assert 0 < layer.bias.abs().max().item() <= 1 / math.sqrt(400)
+    assert not torch.equal(ensemble[0].weight[0], ensemble[0].weight[1])  # members must not be copies
+
+
+def test_descend_moves_the_optimisers_parameters_only():
+    actor, critic = mlp([2, 4, 1], generator(1)), mlp([1, 4, 1], generator(2))
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+    before = [p.clone() for p in [*actor.parameters(), *critic.parameters()]]
+    loss = critic(actor(torch.ones(3, 2))).mean()
+    expected = torch.autograd.grad(loss, list(actor.parameters()), retain_graph=True)
+    descend(loss, optimizer)
+    for parameter, old, gradient in zip(actor.parameters(), before, expected, strict=False):
+        torch.testing.assert_close(parameter, old - 0.1 * gradient)
+    assert all(torch.equal(p, old) for p, old in zip(critic.parameters(), before[4:], strict=True))
+    assert all(p.grad is None for p in critic.parameters())
+
+
+def test_polyak():
+    target, online = mlp([2, 3, 1], generator(1), ensemble=2), mlp([2, 3, 1], generator(2), ensemble=2)
+    expected = [0.9 * t.detach() + 0.1 * o for t, o in zip(target.parameters(), online.parameters(), strict=True)]
+    polyak(target, online, 0.1)
+    for got, want in zip(target.parameters(), expected, strict=True):
+        torch.testing.assert_close(got.data, want.data)
