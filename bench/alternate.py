@@ -1,0 +1,175 @@
+"""Several programs timed in alternation on one machine, each stopped while another runs.
+
+A machine's speed drifts by a quarter within minutes, so programs timed one after the other cannot be compared. Here
+all stay warm, and each runs for a few seconds of every round; what is compared are the ratios within a round.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from bench.step_counter import COUNTER_FILE, read_steps
+
+LAST_LINES = 15
+
+
+class ContenderError(Exception):
+    """A contender that died or did not get going; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one contender did in its few seconds of one round."""
+
+    round: int
+    contender: str
+    steps: int
+    seconds: float
+    cores: float  # processor seconds it used, per second
+    cores_of_others: float  # the same for everything else on the machine: what disturbed it
+
+    @property
+    def steps_per_second(self) -> float:
+        """Steps counted inside the program, over the wall time outside it."""
+        return self.steps / self.seconds
+
+
+class Contender:
+    """A program in a session of its own, so that it and its children are stopped, continued and killed as one."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, warm_steps: int) -> None:
+        self.name, self.warm_steps = name, warm_steps
+        self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**env, COUNTER_FILE: str(self.counter)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def steps(self) -> int:
+        """Steps counted so far."""
+        return read_steps(self.counter)
+
+    def members(self) -> list[psutil.Process]:
+        """The living processes of the session."""
+        try:
+            leader = psutil.Process(self.process.pid)
+            return [leader, *leader.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def check(self) -> None:
+        """Fail if the program has ended: a contender runs until it is killed."""
+        status = self.process.poll()
+        if status is not None:
+            lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise ContenderError("\n  ".join([f"{self.name} ended with status {status}; its last lines:", *lines]))
+
+    def stop(self) -> None:
+        """Stop it; returns once no process of it runs."""
+        self.check()
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while any(_status(member) not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for member in self.members()):
+            self.check()
+            if time.monotonic() > deadline:
+                raise ContenderError(f"{self.name} does not stop")
+            time.sleep(0.0005)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it and its children, stopped or not."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it ended by itself, and its children with it
+        self.process.wait()
+
+    def warm_up(self, timeout: float) -> None:
+        """Let it run alone until it has done its random steps and compiled what it compiles, then stop it."""
+        deadline = time.monotonic() + timeout
+        while self.steps() < self.warm_steps:
+            self.check()
+            if time.monotonic() > deadline:
+                raise ContenderError(f"{self.name} made {self.steps()} of {self.warm_steps} steps in {timeout:.0f} s")
+            time.sleep(0.05)
+        self.stop()
+
+    def run_slice(self, round_: int, seconds: float) -> Slice:
+        """One slice, measured from standstill to standstill: nothing is done outside the time it is charged for."""
+        steps, cpu, machine = self.steps(), self._cpu_seconds(), _busy_seconds()
+        start = time.perf_counter()
+        self.resume()
+        time.sleep(seconds)
+        self.stop()
+        wall = time.perf_counter() - start
+        own = self._cpu_seconds() - cpu
+        others = max(_busy_seconds() - machine - own, 0.0)
+        return Slice(round_, self.name, self.steps() - steps, wall, own / wall, others / wall)
+
+    def threads(self) -> int:
+        """Threads of all its processes, sleeping ones included."""
+        return sum(member.num_threads() for member in self.members())
+
+    def _cpu_seconds(self) -> float:
+        return sum(times.user + times.system for times in (member.cpu_times() for member in self.members()))
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_ZOMBIE)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice)
+
+
+@contextmanager
+def contest() -> Iterator[tuple[list[Contender], Path]]:
+    """A list to put contenders on and a folder for their files; afterwards, whatever happened, none of it is left."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    contenders: list[Contender] = []
+    # Ctrl-C raises already; an end asked for otherwise must pass through the cleaning below too.
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    folder = Path(tempfile.mkdtemp(prefix="speed-"))
+    try:
+        yield contenders, folder
+    finally:
+        for contender in contenders:
+            contender.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def alternate(contenders: Sequence[Contender], rounds: int, slice_seconds: float) -> Iterator[list[Slice]]:
+    """Round by round, a slice of each warm and stopped contender, in an order shuffled anew each time."""
+    shuffle = random.Random(0).shuffle
+    for round_ in range(rounds):
+        order = list(contenders)
+        shuffle(order)  # so that none always follows the same other, in a cache or a clock that one has left behind
+        yield [contender.run_slice(round_, slice_seconds) for contender in order]

@@ -1,0 +1,154 @@
+"""The matrix products of one SAC update and nothing else, over and over: what no implementation in PyTorch gets below.
+
+`python bench/floor.py sac <environment id>` runs until killed and counts its updates as a counted environment its steps.
+Activations, losses, biases, sampling, optimiser and target update are left out. What remains is listed product by
+product in `sac_products`; for each the fastest of several ways to compute it on this machine is taken.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import gymnasium
+import numpy as np
+import torch
+
+from bench.step_counter import claim_slot
+
+Call = Callable[[], object]
+
+BATCH, HIDDEN, CRITICS = 256, 256, 2
+
+
+@dataclass(frozen=True)
+class Product:
+    """`ensemble` products of an (m, k) by a (k, n) matrix."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    ensemble: int = 1
+    fold: str = ""  # the dimension along which an ensemble is one wider product: "m" or "n", or "k" where it is summed
+
+    @property
+    def flops(self) -> int:
+        """A multiplication and an addition for every term."""
+        return 2 * self.ensemble * self.m * self.k * self.n
+
+
+def sac_products(obs_dim: int, action_dim: int) -> list[Product]:
+    """Every product of one update; the networks have two hidden layers, the policy's head gives mean and deviation.
+
+    With `y = x W` for a layer: forward `x W`, weight gradient `x^T dy`, input gradient `dy W^T`.
+    """
+    b, h, e, o, a = BATCH, HIDDEN, CRITICS, obs_dim, action_dim
+    return [
+        # The policy on next_obs (for the target) and on obs (for its own loss): the same weights, so one batch of two.
+        Product("actor, first layer", 2 * b, o, h),
+        Product("actor, hidden layer", 2 * b, h, h),
+        Product("actor, last layer", 2 * b, h, 2 * a),
+        # y = r + gamma (min Q'(s', a') - alpha log pi): the target critics forward.
+        Product("targets, first layer", b, o + a, h, e, fold="n"),
+        Product("targets, hidden layer", b, h, h, e),
+        Product("targets, last layer", b, h, 1, e),
+        # L = sum of (Q(s, a) - y)^2: forward and backward; nothing asks for the gradient of (s, a).
+        Product("critics, first layer", b, o + a, h, e, fold="n"),
+        Product("critics, hidden layer", b, h, h, e),
+        Product("critics, last layer", b, h, 1, e),
+        Product("critics, last layer, weight gradient", 1, b, h, e),
+        Product("critics, last layer, input gradient", b, 1, h, e),
+        Product("critics, hidden layer, weight gradient", h, b, h, e),
+        Product("critics, hidden layer, input gradient", b, h, h, e),
+        Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
+        # L = alpha log pi - min Q(s, pi(s)): the updated critics forward, then back to the action's columns only.
+        Product("critics at pi, first layer", b, o + a, h, e, fold="n"),
+        Product("critics at pi, hidden layer", b, h, h, e),
+        Product("critics at pi, last layer", b, h, 1, e),
+        Product("critics at pi, last layer, input gradient", b, 1, h, e),
+        Product("critics at pi, hidden layer, input gradient", b, h, h, e),
+        Product("critics at pi, first layer, input gradient", b, h, a, e, fold="k"),
+        # ... and on through the policy.
+        Product("actor, last layer, weight gradient", h, b, 2 * a),
+        Product("actor, last layer, input gradient", b, 2 * a, h),
+        Product("actor, hidden layer, weight gradient", h, b, h),
+        Product("actor, hidden layer, input gradient", b, h, h),
+        Product("actor, first layer, weight gradient", o, b, h),
+    ]
+
+
+PRODUCTS = {"sac": sac_products}
+
+
+def _stored(*shape: int) -> Iterator[torch.Tensor]:
+    """A random matrix (or a stack of them), stored by rows and stored by columns."""
+    yield torch.randn(*shape)
+    yield torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def _in_turn(calls: list[Call]) -> Call:
+    def compute() -> None:
+        for call in calls:
+            call()
+
+    return compute
+
+
+def ways(p: Product) -> Iterator[Call]:
+    """Ways to compute a product, each with preallocated operands and output, in either order of storage."""
+    e = p.ensemble
+    if e == 1 or p.fold:
+        m, k, n = (size * e if p.fold == name else size for name, size in (("m", p.m), ("k", p.k), ("n", p.n)))
+        for x in _stored(m, k):
+            for y in _stored(k, n):
+                yield partial(torch.mm, x, y, out=torch.empty(m, n))
+                # The transposed problem: some libraries divide the work by rows only.
+                yield partial(torch.mm, y.T, x.T, out=torch.empty(n, m))
+    if e == 1:
+        return
+    for x in _stored(e, p.m, p.k):
+        for y in _stored(e, p.k, p.n):
+            out = torch.empty(e, p.m, p.n)
+            yield partial(torch.bmm, x, y, out=out)
+            yield _in_turn([partial(torch.mm, x[i], y[i], out=out[i]) for i in range(e)])
+            if p.n == 1:
+                yield _in_turn([partial(torch.mv, x[i], y[i, :, 0].clone(), out=torch.empty(p.m)) for i in range(e)])
+            if p.m == 1:
+                yield _in_turn([partial(torch.mv, y[i].T, x[i, 0].clone(), out=torch.empty(p.n)) for i in range(e)])
+            if p.k == 1:
+                yield partial(torch.mul, x, y, out=out)
+
+
+def fastest(calls: Sequence[Call], tries: int = 10, repeats: int = 10) -> Call:
+    """The call with the least time over several tries in alternation: other work on the machine only ever adds."""
+    least = [float("inf")] * len(calls)
+    for _ in range(tries):
+        for i, call in enumerate(calls):
+            call()  # its operands are in the cache, as for every other candidate
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            least[i] = min(least[i], time.perf_counter() - start)
+    return calls[least.index(min(least))]
+
+
+def main() -> None:
+    """Choose the fastest way for every product, then compute them all, forever."""
+    torch.set_grad_enabled(False)
+    env = gymnasium.make(sys.argv[2])
+    assert env.observation_space.shape is not None
+    assert env.action_space.shape is not None
+    list_products = PRODUCTS[sys.argv[1]]
+    products = list_products(int(np.prod(env.observation_space.shape)), int(np.prod(env.action_space.shape)))
+    chosen = [fastest(list(ways(product))) for product in products]
+    count = claim_slot()
+    while True:
+        for compute in chosen:
+            compute()
+        count()
+
+
+if __name__ == "__main__":
+    main()
