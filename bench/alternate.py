@@ -48,12 +48,21 @@ class Slice:
 class Contender:
     """A program in a session of its own, so that it and its children are stopped, continued and killed as one."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, warm_steps: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        warm_steps: int,
+        cwd: Path | None = None,
+    ) -> None:
         self.name, self.warm_steps = name, warm_steps
         self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
+                cwd=cwd,
                 env={**env, COUNTER_FILE: str(self.counter)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -155,10 +164,13 @@ def contest() -> Iterator[tuple[list[Contender], Path]]:
     contenders: list[Contender] = []
     # Ctrl-C raises already; an end asked for otherwise must pass through the cleaning below too.
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     folder = Path(tempfile.mkdtemp(prefix="speed-"))
     try:
         yield contenders, folder
     finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning
         for contender in contenders:
             contender.kill()
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The matrix products of one SAC update and nothing else, over and over: what no implementation in PyTorch gets below.
 
-`python bench/floor.py sac <environment id>` runs until killed and counts its updates as a counted environment its steps.
+`python bench/floor.py sac <environment id>` runs until killed; it counts updates as a counted environment counts steps.
 Activations, losses, biases, sampling, optimiser and target update are left out. What remains is listed product by
 product in `sac_products`; for each the fastest of several ways to compute it on this machine is taken.
 """

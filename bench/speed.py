@@ -1,0 +1,233 @@
+# ruff: noqa: T201
+"""Our algorithms beside Stable-Baselines3 and SBX: environment steps per second, measured in one run.
+
+python bench/speed.py                        # SAC on HalfCheetah-v4, as `make speed` runs it
+python bench/speed.py --num-envs 4 --peers sb3
+
+The same environment, networks, batch, number of critics, updates per step and random first steps; everything else is
+each program's default, its logging included. Steps are counted inside the environment (`bench/step_counter.py`),
+the programs run in alternation (`bench/alternate.py`), and the update's bare matrix products (`bench/floor.py`) run
+as one more contender: the time nobody's update gets below.
+"""
+
+import csv
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from bench.alternate import Contender, ContenderError, Slice, alternate, contest
+from bench.step_counter import counted
+
+ROOT = Path(__file__).resolve().parents[1]
+FOREVER = 100_000_000  # steps: more than any run here makes
+LEARNING_STARTS = 2000
+WARM_STEPS = 1000  # on top of the random ones: whatever is compiled is compiled at the first updates
+FLOOR_WARM_UPDATES = 100
+WARM_UP_TIMEOUT = 900.0
+PACKAGES = ["torch", "numpy", "gymnasium", "mujoco", "stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How one algorithm is started: ours as a command, each peer as a class with keyword arguments."""
+
+    ours: tuple[str, ...]
+    peers: dict[str, str]
+    peer_arguments: dict[str, Any]
+
+
+ALGORITHMS = {
+    "sac": Algorithm(
+        ours=("algos/sac.py", "--learning-starts", str(LEARNING_STARTS)),
+        peers={"sb3": "stable_baselines3:SAC", "sbx": "sbx:SAC"},
+        peer_arguments={
+            "learning_starts": LEARNING_STARTS,
+            "batch_size": 256,
+            "train_freq": 1,
+            "gradient_steps": -1,  # as many updates as environment steps, however many environments there are
+            "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2},
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """What is measured, and for how long."""
+
+    algo: Literal["sac"] = "sac"
+    """The algorithm."""
+    env: str = "HalfCheetah-v4"
+    """Any environment that Gymnasium itself registers."""
+    num_envs: int = 1
+    """Environments in each program."""
+    rounds: int = 10
+    """Rounds; in each every program runs once, in a new order."""
+    slice_seconds: float = 4.0
+    """How long each runs in a round."""
+    peers: tuple[Literal["sb3", "sbx"], ...] = ("sb3", "sbx")
+    """Whom to run beside ours."""
+    peers_python: Path = ROOT / ".venv-peers" / "bin" / "python"
+    """The Python that has bench/peers-requirements.txt installed."""
+    ours: str = ""
+    """Our program with its own flags, if not the algorithm's file; the common flags are put behind it."""
+    out: Path | None = None
+    """Where the raw rounds go; by default results/speed/<algorithm>-<environment>-<time>.csv."""
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of every program: no GPU (the peers' JAX has none) and nobody's thread settings."""
+    env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    return {**env, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+
+
+def commands(args: Args, run_dir: Path) -> dict[str, list[str]]:
+    """The command of every contender, ours first and the floor last."""
+    algorithm, env_id = ALGORITHMS[args.algo], counted(args.env)
+    ours = shlex.split(args.ours) if args.ours else [sys.executable, *algorithm.ours]
+    ours += ["--env", env_id, "--total-steps", str(FOREVER), "--eval-every", str(FOREVER)]
+    ours += ["--run-dir", str(run_dir), "--seed", "0"]
+    if args.num_envs > 1:
+        ours += ["--num-envs", str(args.num_envs)]
+    arguments = json.dumps(algorithm.peer_arguments)
+    peers: dict[str, list[str]] = {
+        peer: [str(args.peers_python), "bench/peer.py", algorithm.peers[peer], env_id, str(args.num_envs), arguments]
+        for peer in args.peers
+    }
+    return {"ours": ours, **peers, "floor": [sys.executable, "bench/floor.py", args.algo, env_id]}
+
+
+def versions(python: str | Path) -> str:
+    """Python's version and those of the packages that matter, as far as they are installed beside it."""
+    code = (
+        "import sys, platform, importlib.metadata as m\n"
+        "have = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
+        "print('python', platform.python_version(), *(f'{p} {have[p]}' for p in sys.argv[1:] if p in have), sep=', ')"
+    )
+    result = subprocess.run([str(python), "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
+    return result.stdout.strip().replace("python, ", "python ", 1)
+
+
+def processor() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe(args: Args) -> dict[str, str]:
+    """What a reader of the figures must know to judge them."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "algorithm": f"{args.algo} on {args.env}, {args.num_envs} environment(s)",
+        "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
+        "commit": git.stdout.strip() or "unknown",
+        "processor": f"{processor()}, {os.cpu_count()} cores",
+        "system": platform.platform(),
+        "ours": args.ours or " ".join(ALGORITHMS[args.algo].ours),
+        "versions of ours": versions(sys.executable),
+        **({"versions of the peers": versions(args.peers_python)} if args.peers else {}),
+    }
+
+
+def write_rounds(path: Path, facts: dict[str, str], rounds: Iterable[Iterable[Slice]]) -> None:
+    """The raw slices as a CSV; the facts go before them on lines that begin with #."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        file.writelines(f"# {key}: {value}\n" for key, value in facts.items())
+        writer = csv.writer(file)
+        writer.writerow(["round", "contender", "steps", "seconds", "steps_per_second", "cores", "cores_of_others"])
+        for s in (s for slices in rounds for s in slices):
+            numbers = (s.seconds, s.steps_per_second, s.cores, s.cores_of_others)
+            writer.writerow([s.round, s.contender, s.steps, *(f"{number:.4f}" for number in numbers)])
+
+
+def update_times(metrics: Path, start: int) -> list[float]:
+    """Our own `time/update_ms` rows written behind byte `start` of its metrics, which is where the rounds began."""
+    if not metrics.exists():
+        return []
+    rows = csv.reader(metrics.read_text()[start:].splitlines())
+    return [float(row[2]) for row in rows if len(row) == 3 and row[1] == "time/update_ms"]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median (least to greatest)."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
+    """The figures: each contender's speed, then ours against each within the rounds."""
+    by_name: dict[str, list[Slice]] = {}
+    for s in (s for slices in rounds for s in slices):
+        by_name.setdefault(s.contender, []).append(s)
+    names = [name for name in ("ours", "sb3", "sbx", "floor") if name in by_name]
+    rate = {name: [s.steps_per_second for s in by_name[name]] for name in names}
+    lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
+    for name in names:
+        cores = spread([s.cores for s in by_name[name]], 2)
+        others = spread([s.cores_of_others for s in by_name[name]], 2)
+        lines.append(f"{name:8}{spread(rate[name], 1):>24}{cores:>20}{others:>20}")
+    lines.append("")
+    for name in names[1:-1]:
+        ratios = [ours / theirs for ours, theirs in zip(rate["ours"], rate[name], strict=True)]
+        lines.append(f"ours / {name}: {spread(ratios, 2)} times as many steps/s")
+    floor_ms = [1000 / r for r in rate["floor"]]
+    above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
+    lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
+    lines.append(f"ours / floor: {spread(above, 2)}, whole environment step with one update")
+    if updates:
+        alone = f"{statistics.median(updates):.2f} ms, {statistics.median(updates) / statistics.median(floor_ms):.2f}"
+        lines.append(f"our update alone: {alone} floors (median of {len(updates)} log intervals)")
+    else:
+        lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
+    return "\n".join(lines)
+
+
+def main(args: Args) -> None:
+    """Warm everyone up alone, alternate, report."""
+    if args.peers and not args.peers_python.exists():
+        raise ContenderError(
+            f"{args.peers_python} is missing: make the peers' environment, or say --peers with nothing"
+        )
+    facts = describe(args)
+    for key, value in facts.items():
+        print(f"{key}: {value}")
+    stamp = time.strftime("%Y-%m-%dT%H%M%S")
+    out = args.out or ROOT / "results" / "speed" / f"{args.algo}-{args.env.replace('/', '_')}-{stamp}.csv"
+    with contest() as (contenders, folder):
+        metrics = folder / "run" / "metrics.csv"
+        for name, command in commands(args, folder / "run").items():
+            warm = FLOOR_WARM_UPDATES if name == "floor" else LEARNING_STARTS + WARM_STEPS
+            contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT))
+            contenders[-1].warm_up(WARM_UP_TIMEOUT)
+            facts[f"threads of {name}"] = str(contenders[-1].threads())
+            print(f"threads of {name}: {contenders[-1].threads()}", flush=True)
+        start = metrics.stat().st_size if metrics.exists() else 0
+        rounds: list[list[Slice]] = []
+        for slices in alternate(contenders, args.rounds, args.slice_seconds):
+            rounds.append(slices)
+            print(f"round {len(rounds)}:", ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices))
+            write_rounds(out, facts, rounds)  # after every round, so that an interrupted run leaves what it measured
+        print(report(rounds, update_times(metrics, start)))
+    print(f"\nraw rounds: {out}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except ContenderError as error:
+        sys.exit(f"speed: {error}")
