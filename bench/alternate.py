@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -106,10 +106,8 @@ class Contender:
 
     def kill(self) -> None:
         """End it and its children, stopped or not."""
-        try:
+        with suppress(ProcessLookupError):  # it ended by itself, and its children with it
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it ended by itself, and its children with it
         self.process.wait()
 
     def warm_up(self, timeout: float) -> None:
@@ -181,7 +179,7 @@ def contest() -> Iterator[tuple[list[Contender], Path]]:
 def alternate(contenders: Sequence[Contender], rounds: int, slice_seconds: float) -> Iterator[list[Slice]]:
     """Round by round, a slice of each warm and stopped contender, in an order shuffled anew each time."""
     shuffle = random.Random(0).shuffle
-    for round_ in range(rounds):
+    for round_ in range(1, rounds + 1):
         order = list(contenders)
         shuffle(order)  # so that none always follows the same other, in a cache or a clock that one has left behind
         yield [contender.run_slice(round_, slice_seconds) for contender in order]

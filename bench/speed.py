@@ -35,6 +35,7 @@ LEARNING_STARTS = 2000
 WARM_STEPS = 1000  # on top of the random ones: whatever is compiled is compiled at the first updates
 FLOOR_WARM_UPDATES = 100
 WARM_UP_TIMEOUT = 900.0
+QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
 PACKAGES = ["torch", "numpy", "gymnasium", "mujoco", "stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax"]
 
 
@@ -194,6 +195,9 @@ def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
         lines.append(f"our update alone: {alone} floors (median of {len(updates)} log intervals)")
     else:
         lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
+    disturbed = statistics.median(s.cores_of_others for slices in rounds for s in slices)
+    if disturbed > QUIET:
+        lines.append(f"NOT TO BE CITED: other work took {disturbed:.2f} cores meanwhile; repeat on a quiet machine")
     return "\n".join(lines)
 
 

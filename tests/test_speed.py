@@ -1,0 +1,203 @@
+"""`bench/speed.py` counts every step, really stops who is stopped, leaves nothing behind, and has an honest floor."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.alternate import Contender, ContenderError, Slice, alternate, contest
+from bench.floor import BATCH, CRITICS, HIDDEN, fastest, sac_products, ways
+from bench.speed import Args, commands, report, update_times, write_rounds
+from bench.step_counter import COUNTER_FILE, counted, read_steps
+
+ROOT = Path(__file__).parents[1]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+STEP_ENVS = """
+import sys, gymnasium
+envs = gymnasium.make_vec(sys.argv[1], num_envs=2, vectorization_mode=sys.argv[2])
+envs.action_space.seed(0)
+envs.reset(seed=0)
+for _ in range(int(sys.argv[3])):
+    envs.step(envs.action_space.sample())
+envs.close()
+"""
+# Burns no processor, so that its rate holds on a busy machine; a child that must be stopped with it counts as well.
+TICK = """
+import os, sys, time
+from bench.step_counter import claim_slot
+os.fork()
+count = claim_slot()
+while True:
+    time.sleep(float(sys.argv[1]))
+    count()
+"""
+
+
+def ticking(name: str, seconds: float, folder: Path, warm_steps: int = 4) -> Contender:
+    return Contender(name, [sys.executable, "-c", TICK, str(seconds)], ENV, folder, warm_steps)
+
+
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v4", "Hopper-v4"])
+def test_steps_are_counted_across_processes(tmp_path: Path, env_id: str) -> None:
+    file = tmp_path / "steps"
+    env = {**ENV, COUNTER_FILE: str(file)}
+    programs = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", STEP_ENVS, counted(env_id), mode, steps], env=env)
+        for mode, steps in (("sync", "300"), ("async", "150"))
+    ]
+    assert [program.wait(60) for program in programs] == [0, 0]
+    slots = sorted(memoryview(file.read_bytes()).cast("q"))
+    if env_id == "HalfCheetah-v4":  # whose episodes never end so early
+        assert [n for n in slots if n] == [150, 150, 300, 300]
+        assert read_steps(file) == 900
+    else:  # the vector environment spends a turn of an environment on its reset, which is no step
+        assert 0 < read_steps(file) < 900
+
+
+def test_a_counted_environment_says_what_it_needs() -> None:
+    env = {key: value for key, value in ENV.items() if key != COUNTER_FILE}
+    command = [sys.executable, "-W", "ignore", "-c", STEP_ENVS, counted("HalfCheetah-v4"), "sync", "1"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert f"needs {COUNTER_FILE}=" in result.stderr
+
+
+def test_alternation_finds_the_ratio_and_stops_the_stopped() -> None:
+    with contest() as (contenders, folder):
+        contenders += [ticking("fast", 0.01, folder), ticking("slow", 0.02, folder)]
+        for contender in contenders:
+            contender.warm_up(20)
+            assert {member.status() for member in contender.members()} == {psutil.STATUS_STOPPED}
+            assert len(contender.members()) == 2
+        before = [contender.steps() for contender in contenders]
+        time.sleep(0.3)
+        assert [contender.steps() for contender in contenders] == before
+        rounds = list(alternate(contenders, rounds=4, slice_seconds=0.5))
+        after = [contender.steps() for contender in contenders]
+    by_name = {name: [s for r in rounds for s in r if s.contender == name] for name in ("fast", "slow")}
+    # No step is lost between the slices, and none is made outside of them.
+    assert [sum(s.steps for s in by_name[name]) for name in by_name] == [
+        a - b for a, b in zip(after, before, strict=True)
+    ]
+    rates = [sum(s.steps for s in by_name[name]) / sum(s.seconds for s in by_name[name]) for name in by_name]
+    assert 1.5 < rates[0] / rates[1] < 2.5
+    assert all(0.5 <= s.seconds < 1.5 for r in rounds for s in r)
+
+
+def fail_with_one_stopped_and_one_running(left: list[psutil.Process]) -> None:
+    with contest() as (contenders, folder):
+        contenders += [ticking("stopped", 0.01, folder), ticking("running", 0.01, folder)]
+        contenders[0].warm_up(20)
+        while contenders[1].steps() < 4:
+            time.sleep(0.01)
+        left += [member for contender in contenders for member in contender.members()]
+        raise KeyError(folder)
+
+
+def test_nothing_is_left_after_an_exception() -> None:
+    left: list[psutil.Process] = []
+    with pytest.raises(KeyError) as error:
+        fail_with_one_stopped_and_one_running(left)
+    assert len(left) == 4
+    assert psutil.wait_procs(left, timeout=5)[1] == []
+    assert not error.value.args[0].exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
+    ours = [sys.executable, "-c", TICK.replace("sys.argv[1]", "'0.01'")]
+    quoted = " ".join([ours[0], "-c", f'"{ours[2]}"'])
+    command = [sys.executable, "bench/speed.py", "--peers", "--out", str(tmp_path / "o.csv"), "--ours", quoted]
+    program = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent, members = psutil.Process(program.pid), list[psutil.Process]()
+    deadline = time.monotonic() + 30
+    while not any("time.sleep" in " ".join(member.cmdline()) for member in members):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        members = parent.children(recursive=True)
+    program.send_signal(number)
+    assert program.wait(10) != 0
+    assert psutil.wait_procs(members, timeout=5)[1] == []
+
+
+def test_a_contender_that_dies_shows_its_last_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('no such thing'); raise SystemExit(3)"]
+    contender = Contender("broken", command, ENV, tmp_path, 1)
+    with pytest.raises(ContenderError, match=r"(?s)^broken ended with status 3; its last lines:.*no such thing"):
+        contender.warm_up(20)
+
+
+def test_floor_has_the_flops_of_the_losses_by_autograd() -> None:
+    """PyTorch's own counter over the two losses, written plainly, one critic at a time."""
+    o, a, h, b = 17, 6, HIDDEN, BATCH
+
+    def layers(*sizes: int) -> list[torch.Tensor]:
+        return [torch.randn(m, n, requires_grad=True) for m, n in pairwise(sizes)]
+
+    def mlp(x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+        return F.relu(F.relu(x @ w[0]) @ w[1]) @ w[2]
+
+    actor, obs, next_obs, actions = layers(o, h, h, 2 * a), torch.randn(b, o), torch.randn(b, o), torch.randn(b, a)
+    critics = [layers(o + a, h, h, 1) for _ in range(CRITICS)]
+    with FlopCounterMode(display=False) as counter:
+        with torch.no_grad():
+            next_actions = mlp(next_obs, actor)[:, :a].tanh()
+            target = torch.stack([mlp(torch.cat([next_obs, next_actions], 1), w) for w in critics]).amin(0)
+        sum(((mlp(torch.cat([obs, actions], 1), w) - target) ** 2).mean() for w in critics).backward()
+        pi = mlp(obs, actor)[:, :a].tanh()
+        frozen = [[x.detach() for x in w] for w in critics]
+        # The first layer in two parts, so that autograd too asks for the action's columns only.
+        first = [(obs @ w[0][:o] + pi @ w[0][o:]) for w in frozen]
+        q = torch.stack([F.relu(F.relu(x) @ w[1]) @ w[2] for x, w in zip(first, frozen, strict=True)]).amin(0)
+        (-q.mean()).backward()
+    assert sum(product.flops for product in sac_products(o, a)) == counter.get_total_flops()
+
+
+def test_every_way_to_a_product_computes_and_the_fastest_is_chosen() -> None:
+    for product in sac_products(3, 2):
+        for compute in ways(product):
+            compute()
+    quick, slow = (lambda: None), (lambda: time.sleep(0.001))
+    assert fastest([slow, quick, slow], tries=2, repeats=2) is quick
+
+
+def test_report_and_csv(tmp_path: Path) -> None:
+    rates = {"ours": 200, "sb3": 100, "floor": 400}
+    rounds = [[Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in rates.items()] for i in (1, 2, 3)]
+    text = report(rounds, [3.0, 5.0, 100.0])
+    assert "ours / sb3: 2.00 (2.00-2.00)" in text
+    assert "floor: 2.50 (2.50-2.50) ms" in text
+    assert "ours / floor: 2.00" in text
+    assert "our update alone: 5.00 ms, 2.00 floors" in text
+    assert "NOT TO BE CITED" not in text
+    disturbed = report([[Slice(1, name, n, 1.0, 2.0, 0.5) for name, n in rates.items()]], [])
+    assert "n/a" in disturbed
+    assert "NOT TO BE CITED: other work took 0.50 cores" in disturbed
+    write_rounds(tmp_path / "a" / "rounds.csv", {"processor": "p"}, rounds)
+    lines = (tmp_path / "a" / "rounds.csv").read_text().split()
+    assert lines[:3] == ["#", "processor:", "p"]
+    assert len(lines) == 4 + 9
+
+
+def test_only_updates_within_the_rounds_are_read(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.csv"
+    assert update_times(metrics, 0) == []
+    before = "step,name,value\n1000,time/update_ms,9.0\n"
+    metrics.write_text(before + "2000,time/update_ms,4.5\n2000,losses/critic,1.0\n3000,time/upd")
+    assert update_times(metrics, len(before)) == [4.5]
+
+
+def test_all_get_the_same_environment_and_number_of_it(tmp_path: Path) -> None:
+    lines = commands(Args(env="Hopper-v4", num_envs=3), tmp_path)
+    assert list(lines) == ["ours", "sb3", "sbx", "floor"]
+    assert all(counted("Hopper-v4") in line for line in lines.values())
+    assert lines["ours"][-2:] == ["--num-envs", "3"]
+    assert lines["sb3"][4] == lines["sbx"][4] == "3"
