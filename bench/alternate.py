@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +56,10 @@ class Contender:
         folder: Path,
         warm_steps: int,
         cwd: Path | None = None,
+        learns: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.name, self.warm_steps = name, warm_steps
+        """Start it. It is warm after `warm_steps` and once it `learns`."""
+        self.name, self._warm_steps, self._learns = name, warm_steps, learns
         self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -113,10 +115,12 @@ class Contender:
     def warm_up(self, timeout: float) -> None:
         """Let it run alone until it has done its random steps and compiled what it compiles, then stop it."""
         deadline = time.monotonic() + timeout
-        while self.steps() < self.warm_steps:
+        while self.steps() < self._warm_steps or not self._learns():
             self.check()
             if time.monotonic() > deadline:
-                raise ContenderError(f"{self.name} made {self.steps()} of {self.warm_steps} steps in {timeout:.0f} s")
+                learning = "and learns" if self._learns() else "and does not learn yet"
+                steps = f"{self.steps()} of {self._warm_steps} steps"
+                raise ContenderError(f"{self.name} made {steps} in {timeout:.0f} s {learning}")
             time.sleep(0.05)
         self.stop()
 

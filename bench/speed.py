@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,6 +158,11 @@ def write_rounds(path: Path, facts: dict[str, str], rounds: Iterable[Iterable[Sl
             writer.writerow([s.round, s.contender, s.steps, *(f"{number:.4f}" for number in numbers)])
 
 
+def has_losses(metrics: Path) -> bool:
+    """Whether our run has logged an update."""
+    return metrics.exists() and ",losses/" in metrics.read_text()
+
+
 def update_times(metrics: Path, start: int) -> list[float]:
     """Our own `time/update_ms` rows written behind byte `start` of its metrics, which is where the rounds began."""
     if not metrics.exists():
@@ -216,7 +222,9 @@ def main(args: Args) -> None:
         metrics = folder / "run" / "metrics.csv"
         for name, command in commands(args, folder / "run").items():
             warm = FLOOR_WARM_UPDATES if name == "floor" else LEARNING_STARTS + WARM_STEPS
-            contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT))
+            # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
+            needs = {"learns": partial(has_losses, metrics)} if name == "ours" else {}
+            contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT, **needs))
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contenders[-1].threads())
             print(f"threads of {name}: {contenders[-1].threads()}", flush=True)

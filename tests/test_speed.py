@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import BATCH, CRITICS, HIDDEN, fastest, sac_products, ways
-from bench.speed import Args, commands, report, update_times, write_rounds
+from bench.speed import Args, commands, has_losses, report, update_times, write_rounds
 from bench.step_counter import COUNTER_FILE, counted, read_steps
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +133,18 @@ def test_a_contender_that_dies_shows_its_last_lines(tmp_path: Path) -> None:
     contender = Contender("broken", command, ENV, tmp_path, 1)
     with pytest.raises(ContenderError, match=r"(?s)^broken ended with status 3; its last lines:.*no such thing"):
         contender.warm_up(20)
+
+
+def test_a_contender_is_not_warm_before_it_learns() -> None:
+    """Ours evaluates its untrained policy in counted environments, which alone exceeds the warm-up's steps."""
+    with contest() as (contenders, folder):
+        metrics = folder / "metrics.csv"
+        command = [sys.executable, "-c", TICK, "0.001"]
+        contenders.append(Contender("ours", command, ENV, folder, 4, learns=lambda: has_losses(metrics)))
+        with pytest.raises(ContenderError, match="does not learn yet"):
+            contenders[0].warm_up(2)
+        metrics.write_text("step,name,value\n3000,losses/critic,1.0\n")
+        contenders[0].warm_up(10)
 
 
 def test_floor_has_the_flops_of_the_losses_by_autograd() -> None:
