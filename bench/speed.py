@@ -211,7 +211,7 @@ def main(args: Args) -> None:
     """Warm everyone up alone, alternate, report."""
     if args.peers and not args.peers_python.exists():
         raise ContenderError(
-            f"{args.peers_python} is missing: make the peers' environment, or say --peers with nothing"
+            f"{args.peers_python} is missing: see bench/peers-requirements.txt, or leave --peers empty"
         )
     facts = describe(args)
     for key, value in facts.items():
@@ -232,7 +232,8 @@ def main(args: Args) -> None:
         rounds: list[list[Slice]] = []
         for slices in alternate(contenders, args.rounds, args.slice_seconds):
             rounds.append(slices)
-            print(f"round {len(rounds)}:", ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices))
+            rates = ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices)
+            print(f"round {len(rounds)}: {rates}", flush=True)
             write_rounds(out, facts, rounds)  # after every round, so that an interrupted run leaves what it measured
         print(report(rounds, update_times(metrics, start)))
     print(f"\nraw rounds: {out}")
