@@ -33,7 +33,7 @@ from bench.step_counter import counted
 ROOT = Path(__file__).resolve().parents[1]
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
-WARM_STEPS = 1000  # on top of the random ones: whatever is compiled is compiled at the first updates
+WARM_STEPS = 300  # on top of the random ones: whatever is compiled is compiled at the first updates
 FLOOR_WARM_UPDATES = 100
 WARM_UP_TIMEOUT = 900.0
 QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
