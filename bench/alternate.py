@@ -161,7 +161,7 @@ def contest() -> Iterator[tuple[list[Contender], Path]]:
     """A list to put contenders on and a folder for their files; afterwards, whatever happened, none of it is left."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(f"ended by {signal.Signals(number).name}; nothing is left running")
 
     contenders: list[Contender] = []
     # Ctrl-C raises already; an end asked for otherwise must pass through the cleaning below too.
