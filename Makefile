@@ -30,5 +30,10 @@ lint: setup ## check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-speed: setup ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
+speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
 	$(BIN)/python bench/speed.py $(ARGS)
+
+$(VENV)-peers/installed: bench/peers-requirements.txt
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers-requirements.txt
+	@touch $@

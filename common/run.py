@@ -62,6 +62,8 @@ class RunArgs:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             flag = "--" + field.name.replace("_", "-")
+            if isinstance(value, tuple) and not (value and min(value) > 0):
+                raise InputError(f"{flag} is {value}: give one or more numbers above 0")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_ZERO):
                     raise InputError(f"{flag} is {value}: give a number above 0")
@@ -85,8 +87,11 @@ class Run:
 
     def open(self) -> dict[str, Any] | None:
         """Makes the folder or takes it up again; returns the state of its last checkpoint, if there is one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+        except OSError as error:
+            raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         config = self.folder / "config.json"
         if not config.exists():
             facts = self.config | {"commit": _commit(), "hardware": _hardware(self.device)}
@@ -211,9 +216,6 @@ def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
     except RunError as error:
         sys.stderr.write(f"{program}: {error}\n")
         raise SystemExit(1) from None
-    except PermissionError as error:
-        sys.stderr.write(f"{program}: may not write {error.filename}: give another --run-dir\n")
-        raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

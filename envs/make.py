@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Dict
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
-from common.errors import InputError
+from common.errors import InputError, RunError
 from envs.state import Array, Env, ExactState
 
 # The families of Gymnasium-Robotics, to name the missing package rather than call their ids unknown.
@@ -38,6 +38,8 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
         return np.array(obs, np.float32), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        if not np.isfinite(action).all():  # a simulator would go on with them, or write files of its own about it
+            raise RunError("the policy gives non-finite actions: try a smaller learning rate or reward scale")
         obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
         return np.array(obs, np.float32), float(reward), termination, truncation, self._success(info)
 

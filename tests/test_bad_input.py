@@ -1,0 +1,242 @@
+"""Every bad input ends with 2, every failed run with 1: one or two lines that name the cure, nothing half-written."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, command, final_state, flags, same
+
+from algos import sac
+from common.run import command_line
+
+
+class Broken(gym.Env[Any, Any]):
+    """A point that gives a non-finite reward or observation at its 130th step in the process."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+    action_space = gym.spaces.Box(-1, 1, (1,))
+    steps = 0
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(2), {}
+
+    def step(self, action: Any) -> Any:
+        Broken.steps += 1
+        bad = Broken.steps > 130
+        obs = np.full(2, np.nan if bad and self.part == "obs" else 1.0)
+        return obs, np.inf if bad and self.part == "rewards" else 1.0, False, Broken.steps % 10 == 0, {}
+
+
+for part in ("rewards", "obs"):
+    gym.register(f"Broken-{part}-v0", entry_point=lambda part=part: Broken(part))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`python algos/sac.py FLAGS` in this process: its exit status and what it said of the failure."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["sac.py", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            command_line(sac.train, sac.Args)
+        said = capsys.readouterr().err
+        at = said.find("sac.py: ")
+        return int(stop.value.code or 0), said[at:] if at >= 0 else said
+
+    return run
+
+
+def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
+    assert result[0] == status, result
+    assert len(result[1].strip().splitlines()) <= 2, result[1]
+    assert "Traceback" not in result[1]
+    for word in named:
+        assert word in result[1], result[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--total-stps", "3"], ["--total-stps", "--total-steps"]),
+        (["--total-steps", "many"], ["--total-steps", "'many'"]),
+        (["--learning-starts", "5e3"], ["--learning-starts", "'5e3'"]),
+        (["--device", "tpu"], ["--device", "'auto', 'cpu', 'cuda'"]),
+        (["--seed"], ["--seed"]),
+        (["HalfCheetah-v4"], ["HalfCheetah-v4"]),
+        (["--seed", "-1"], ["--seed is -1"]),
+        (["--total-steps", "0"], ["--total-steps is 0"]),
+        (["--utd", "0"], ["--utd is 0"]),
+        (["--gamma", "1.5"], ["--gamma is 1.5"]),
+        (["--critic-lr", "nan"], ["--critic-lr is nan"]),
+        (["--hidden", "0"], ["--hidden is (0,)"]),
+        (["--hidden"], ["--hidden"]),
+        (["--env", "HalfCheeta-v4"], ["HalfCheeta-v4", "HalfCheetah-v4"]),
+        (["--env", "CartPole-v1"], ["CartPole-v1", "Discrete"]),
+        (["--env", "no_such_module:Env-v0"], ["no_such_module"]),
+        (["--buffer-size", "1000000000000"], ["GB", "--buffer-size"]),
+        (["--run-dir", "/proc/no/such"], ["/proc/no/such", "--run-dir"]),
+        (["--run-dir", "/dev/null"], ["/dev/null", "--run-dir"]),
+    ],
+)
+def test_bad_flags(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: list[str]):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*arguments), 2, *named)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda(run):
+    assert_refused(run("--device", "cuda"), 2, "--device cpu")
+
+
+def test_as_a_command_too(tmp_path: Path):
+    result = command("--env", "Hoper-v4", cwd=tmp_path)
+    assert_refused((result.returncode, result.stderr), 2, "Hopper-v4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_flag():
+    result = command("--help")
+    assert result.returncode == 0
+    assert all(f"--{name.replace('_', '-')}" in result.stdout for name in vars(sac.Args()))
+
+
+def test_a_folder_of_other_arguments(run, tmp_path: Path):
+    folder = tmp_path / "run"
+    args = sac.Args(env="Pendulum-v1", hidden=(8,), total_steps=20, eval_episodes=1, run_dir=folder, buffer_size=100)
+    sac.train(args)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    result = run("--env", "Pendulum-v1", "--run-dir", str(folder), "--gamma", "0.9")
+    assert_refused(result, 2, "gamma (0.99 there, 0.9 here)", "--run-dir", "delete")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_is_no_run_folder(run, tmp_path: Path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert_refused(run(*flags(run_dir=tmp_path)), 2, "not a run folder", "--run-dir")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_in_use(run, tmp_path: Path):
+    line = [sys.executable, str(ROOT / "algos" / "sac.py"), *flags(run_dir=tmp_path, total_steps=10**7)]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    while not process.stderr.readline().startswith("step 0:"):
+        pass
+    result = run(*flags(run_dir=tmp_path, total_steps=10**7))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert_refused(result, 2, "another process is running")
+
+
+def stopped_run(folder: Path) -> None:
+    """A run killed after its checkpoint of step 200."""
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "update", "500", *flags(run_dir=folder)]
+    assert subprocess.run(line, capture_output=True, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("config.json", "truncated"),
+        ("checkpoint/state.pt", "truncated"),
+        ("checkpoint/state.pt", "flipped"),
+        ("checkpoint/replay/000000000000.rows", "truncated"),
+        ("checkpoint/replay/000000000000.rows", "gone"),
+        ("evaluations.csv", "truncated"),
+        ("checkpoint/state.pt", "of other code"),
+    ],
+)
+def test_damaged_run_folders(run, tmp_path: Path, file: str, damage: str):
+    folder = tmp_path / "run"
+    stopped_run(folder)
+    path = folder / file
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "of other code":
+        state = torch.load(path, weights_only=True)
+        state["agent"]["extra"] = 1
+        torch.save(state, path)
+    else:
+        data[len(data) // 2] ^= 255
+        path.write_bytes(data if damage == "flipped" else data[: len(data) // 3])
+    assert_refused(run(*flags(run_dir=folder)), 2, "folder" if damage == "gone" else "run")
+
+
+@pytest.mark.parametrize("part", ["rewards", "obs"])
+def test_non_finite_environment(run, tmp_path: Path, part: str):
+    Broken.steps = 0
+    arguments = flags(env=f"Broken-{part}-v0", run_dir=tmp_path / "run", eval_every=10_000, checkpoint_every=50)
+    monkey = run(*arguments)
+    assert_refused(monkey, 1, "non-finite", part, "transition")
+    assert final_state(tmp_path / "run")["buffer"]["added"] in (50, 100)  # the checkpoint before it is whole
+
+
+def test_non_finite_loss(run, tmp_path: Path):
+    result = run(*flags(run_dir=tmp_path / "run", critic_lr=1e30))
+    assert_refused(result, 1, "non-finite actions", "learning rate")
+    assert not (tmp_path / "run" / "DONE").exists()
+    path = tmp_path / "run" / "checkpoint" / "state.pt"
+    assert not path.exists() or all(
+        v.isfinite().all() for v in final_state(tmp_path / "run")["agent"]["critic"].values()
+    )
+
+
+@pytest.mark.parametrize("kilobytes", [2, 20])
+def test_a_full_disk(tmp_path: Path, kilobytes: int):
+    """Files may not grow beyond a few kB (logs, replay rows, state): exit 1; with room, the same command goes on."""
+    line = flags(run_dir=tmp_path / "run", checkpoint_every=50)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))  # noqa: E731
+    full = command(*line, preexec_fn=limit)
+    assert_refused((full.returncode, full.stderr[full.stderr.find("sac.py: ") :]), 1, "make room")
+    assert not list((tmp_path / "run").rglob("*.part"))
+    assert command(*line).returncode == 0
+    assert command(*flags(run_dir=tmp_path / "undisturbed", checkpoint_every=50)).returncode == 0
+    assert same(final_state(tmp_path / "run"), final_state(tmp_path / "undisturbed"))
+
+
+def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
+    """It goes on, in a new episode, and says that it is not the same run."""
+    code = (
+        "import itertools, gymnasium as gym, numpy as np\n"
+        "class Drifting(gym.Env):\n"
+        "    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,)); action_space = gym.spaces.Box(-1, 1, (1,))\n"
+        "    def reset(self, *, seed=None, options=None): super().reset(seed=seed); return np.zeros(1), {}\n"
+        "    def step(self, action): return np.random.rand(1), 1.0, False, False, {}\n"
+        "gym.register('Drifting-v0', entry_point=Drifting, max_episode_steps=70)\n"
+    )
+    (tmp_path / "drifting.py").write_text(code)
+    import os
+
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "update", "500", *arguments]
+    assert subprocess.run(line, capture_output=True, env=environ, check=False).returncode == -signal.SIGKILL
+    result = command(*arguments, env=environ)
+    assert result.returncode == 0
+    assert result.stderr.count("does not replay bit for bit") == 1
+
+
+def test_config_tells_what_made_the_run(small):
+    sac.train(small(total_steps=60))
+    config = json.loads((small().run_dir / "config.json").read_text())
+    assert config["arguments"]["total_steps"] == 60
+    assert config["arguments"].keys() == vars(sac.Args()).keys()
+    assert {"python", "torch", "gymnasium", "mujoco", "numpy"} <= config["versions"].keys()
+    assert config["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
+    assert config["commit"]
+    assert (small().run_dir / "DONE").exists()

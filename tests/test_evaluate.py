@@ -1,0 +1,56 @@
+"""Episodes side by side equal episodes one by one."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from common.evaluate import Episode, evaluate
+from envs.make import make
+
+
+class Countdown(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
+    """Ends after (seed % 7) + 1 steps, terminated for even seeds and truncated for odd; reward 1, success at step 3."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        assert seed is not None
+        self.seed, self.steps = seed, 0
+        return np.array([seed], np.float32), {}
+
+    def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        assert self.steps <= self.seed % 7, "stepped after its end"
+        assert action[0] == self.seed * 2, "given another episode's action"
+        self.steps += 1
+        over = self.steps > self.seed % 7
+        terminated, truncated = over and self.seed % 2 == 0, over and self.seed % 2 == 1
+        return np.array([self.seed], np.float32), 1.0, terminated, truncated, {"success": self.steps == 3}
+
+
+def test_each_episode_ends_by_itself_and_gets_its_own_actions():
+    seeds = [0, 1, 2, 3, 13, 5]
+    episodes = evaluate(lambda obs: 2 * obs, [Countdown() for _ in seeds], seeds)
+    assert episodes == [Episode(float(s % 7 + 1), s % 7 + 1, s % 7 + 1 >= 3) for s in seeds]
+
+
+def test_side_by_side_equals_one_by_one():
+    """And raw rewards are reported, undiscounted: Hopper ends early under these actions, each episode elsewhere."""
+    act = lambda obs: np.tanh(obs[:, :3]).astype(np.float32)  # noqa: E731
+    together = evaluate(act, [make("Hopper-v4") for _ in range(4)], [1, 2, 3, 4])
+    for seed, episode in zip([1, 2, 3, 4], together, strict=True):
+        env = make("Hopper-v4")
+        obs, _ = env.reset(seed=seed)
+        total, length, over = 0.0, 0, False
+        while not over:
+            obs, reward, terminated, truncated, _ = env.step(act(obs[None])[0])
+            total, length, over = total + float(reward), length + 1, terminated or truncated
+        assert episode == Episode(total, length, None)
+
+
+def test_evaluating_again_gives_the_same():
+    envs = [make("Pendulum-v1") for _ in range(3)]
+    act = lambda obs: -obs[:, :1]  # noqa: E731
+    assert evaluate(act, envs, [5, 6, 7]) == evaluate(act, envs, [5, 6, 7])

@@ -1,0 +1,128 @@
+"""The logs: long-format CSV, TensorBoard, optional Weights & Biases."""
+
+import csv
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.errors import InputError, RunError
+from common.evaluate import Episode
+from common.logger import Logger, start_wandb
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def steps(logger: Logger, count: int) -> None:
+    for _ in range(count):
+        logger.count(np.array([1.0]), np.array([False]))
+
+
+def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
+    """Trap 6."""
+    logger = Logger(tmp_path, 100, 1, None)
+    steps(logger, 10)
+    logger.log({"losses/critic": torch.tensor(1.5)})
+    steps(logger, 10)
+    logger.log({"losses/critic": 2.5, "exploration/late": 7.0})
+    logger.close()
+    kept = {(row["step"], row["name"]): float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
+    assert kept["10", "losses/critic"] == 1.5
+    assert kept["20", "losses/critic"] == 2.5
+    assert kept["20", "exploration/late"] == 7.0
+
+
+def test_tensorboard_has_what_the_csv_has_also_after_a_resume(tmp_path: Path):
+    logger = Logger(tmp_path, 100, 1, None)
+    steps(logger, 10)
+    logger.log({"losses/a": 1.0})
+    state = logger.state()
+    steps(logger, 10)
+    logger.log({"losses/a": 99.0})  # after the checkpoint: lost in a kill
+    logger.close()
+    logger = Logger(tmp_path, 100, 1, state)
+    assert logger.step == 10
+    steps(logger, 5)
+    logger.log({"losses/a": 3.0})
+    logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("losses/a")] == [(10, 1.0), (15, 3.0)]
+    written = [(row["step"], row["value"]) for row in rows(tmp_path / "metrics.csv") if row["name"] == "losses/a"]
+    assert written == [("10", "1.0"), ("15", "3.0")]
+
+
+def test_training_episodes_are_counted_for_each_environment(tmp_path: Path):
+    logger = Logger(tmp_path, 100, 2, None)
+    logger.count(np.array([1.0, 10.0]), np.array([False, True]))
+    logger.count(np.array([2.0, 20.0]), np.array([True, False]))
+    state = logger.state()
+    for log in (logger, Logger(tmp_path, 100, 2, state)):  # episodes under way outlive a resume
+        log.count(np.array([4.0, 40.0]), np.array([False, True]))
+        log.log({})
+        kept = {row["name"]: float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
+        assert kept["charts/episodic_return"] == pytest.approx((10 + 3 + 60) / 3)
+        assert kept["charts/episodic_length"] == pytest.approx((1 + 2 + 2) / 3)
+        assert log.step == 6
+        log.close()
+
+
+def test_evaluations_have_a_row_an_episode(tmp_path: Path):
+    logger = Logger(tmp_path, 100, 1, None)
+    steps(logger, 5)
+    logger.log_evaluation([Episode(1.25, 10, None), Episode(0.1 + 0.2, 20, True)])
+    logger.close()
+    assert (tmp_path / "evaluations.csv").read_text().splitlines() == [
+        "step,episode,return,length,success,normalized_score",
+        "5,0,1.25,10,,",
+        "5,1,0.30000000000000004,20,1,",
+    ]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_loss_ends_the_run(tmp_path: Path, bad: float):
+    logger = Logger(tmp_path, 100, 1, None)
+    with pytest.raises(RunError, match=r"losses/critic is .* at step 0"):
+        logger.log({"losses/critic": torch.tensor(bad)})
+
+
+def test_times_are_medians_of_the_interval(tmp_path: Path):
+    logger = Logger(tmp_path, 100, 1, None)
+    for _ in range(3):
+        with logger.timed("update"):
+            pass
+    logger._timings["update"] = [1.0, 2.0, 4_000.0]  # one of them stopped meanwhile
+    logger.log({})
+    kept = {row["name"]: float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
+    assert kept["time/update_ms"] == 2.0
+
+
+def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="pip install wandb"):
+        start_wandb("sac", tmp_path, {})
+    Logger(tmp_path, 100, 1, None).log({"a": 1.0})  # never imports it
+
+    calls: list[Any] = []
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
+
+    def init(**arguments: Any) -> Any:
+        calls.append(arguments)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    logger = Logger(tmp_path, 100, 1, None, start_wandb("sac", tmp_path, {"seed": 1}))
+    start_wandb("sac", tmp_path, {"seed": 1})
+    assert calls[0] == calls[1]  # the same id after a resume
+    steps(logger, 3)
+    logger.log({"a": 1.0})
+    assert calls[2][0] == 3
+    assert calls[2][1]["a"] == 1.0

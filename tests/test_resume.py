@@ -1,0 +1,102 @@
+"""The promise: killed at any instant and started again, a run ends bit for bit as if it had never been stopped."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, command, final_state, flags, replay_bytes, same
+
+from algos import sac
+
+
+def assert_same_run(killed: Path, undisturbed: Path) -> None:
+    assert (killed / "evaluations.csv").read_bytes() == (undisturbed / "evaluations.csv").read_bytes()
+    assert same(final_state(killed), final_state(undisturbed))
+    assert replay_bytes(killed) == replay_bytes(undisturbed)
+
+
+def test_twenty_kills_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The default networks and batch on HalfCheetah-v4, 3 000 steps, 20 SIGKILLs."""
+    arguments = {
+        "env": "HalfCheetah-v4", "hidden": (256, 256), "batch_size": 256, "total_steps": 3_000,
+        "learning_starts": 200, "eval_every": 500, "checkpoint_every": 50,
+    }  # fmt: skip
+    assert command(*flags(**arguments, run_dir=tmp_path / "undisturbed")).returncode == 0
+    line = [sys.executable, str(ROOT / "algos" / "sac.py"), *flags(**arguments, run_dir=tmp_path / "killed")]
+    chance, steps = random.Random(0), []
+    for _ in range(20):
+        process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+        for said in process.stderr:  # the replay buffer is announced just before it is read back
+            if said.startswith("replay buffer"):
+                break
+        time.sleep(chance.uniform(0.0, 1.2))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it had ended before it was killed: make the run longer"
+        process.stderr.close()
+        metrics = (tmp_path / "killed" / "evaluations.csv").read_text().splitlines()
+        steps.append(int(metrics[-1].split(",")[0]) if metrics[-1][0].isdigit() else 0)
+    assert command(*flags(**arguments, run_dir=tmp_path / "killed")).returncode == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    with capsys.disabled():
+        sys.stderr.write(f"\n20 kills, last evaluation before each: {steps}; equal bit for bit\n")
+
+
+@pytest.mark.parametrize(("env", "num_envs"), [("Pendulum-v1", 1), ("Hopper-v4", 2)])
+def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(tmp_path: Path, env: str, num_envs: int):
+    """One run, killed in each of these places in turn; in a checkpoint at each of its writes, and at the rename."""
+    arguments = {"env": env, "num_envs": num_envs, "total_steps": 1_500}
+    assert command(*flags(**arguments, run_dir=tmp_path / "undisturbed")).returncode == 0
+    run_dir = tmp_path / "killed"
+    places = [("step", 500), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
+    places += [("torch.save", 1), ("rename", 1), ("rename", 2), ("step", 133), ("update", 222), ("evaluation", 2)]
+    for place, n in places:
+        line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), place, str(n), *flags(**arguments, run_dir=run_dir)]
+        result = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
+        assert result.returncode == -signal.SIGKILL, f"not killed at {place} {n}: {result.stderr}"
+    assert command(*flags(**arguments, run_dir=run_dir)).returncode == 0
+    assert_same_run(run_dir, tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path, number: int, status: int):
+    arguments = {"checkpoint_every": 100_000, "total_steps": 2_000}
+    assert command(*flags(**arguments, run_dir=tmp_path / "undisturbed")).returncode == 0
+    line = [sys.executable, str(ROOT / "algos" / "sac.py"), *flags(**arguments, run_dir=tmp_path / "stopped")]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    for said in process.stderr:
+        if said.startswith("step 400:"):
+            process.send_signal(number)
+            break
+    rest = process.stderr.read()
+    assert process.wait() == status
+    assert "the same command goes on" in rest
+    assert "Traceback" not in rest
+    result = command(*flags(**arguments, run_dir=tmp_path / "stopped"))
+    assert result.returncode == 0
+    assert "goes on from step" in result.stderr
+    assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
+
+
+def test_a_finished_run_says_so_and_ends_with_0(small, capsys: pytest.CaptureFixture[str]):
+    sac.train(small())
+    before = (small().run_dir / "evaluations.csv").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        sac.train(small())
+    assert stop.value.code == 0
+    assert "finished (400 steps)" in capsys.readouterr().err
+    assert (small().run_dir / "evaluations.csv").read_bytes() == before
+
+
+def test_logs_are_cut_back_to_the_checkpoint(tmp_path: Path):
+    """Each step has its rows once, in metrics.csv too, however often it was done."""
+    run_dir = tmp_path / "run"
+    for n in (150, 180):
+        line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "step", str(3 * n), *flags(run_dir=run_dir)]
+        subprocess.run(line, capture_output=True, timeout=600, check=False)
+    assert command(*flags(run_dir=run_dir)).returncode == 0
+    rows = [line.split(",")[:2] for line in (run_dir / "metrics.csv").read_text().splitlines()[1:]]
+    assert len(rows) == len({tuple(row) for row in rows})
