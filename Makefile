@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed
+.PHONY: help setup train test lint speed report
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +29,9 @@ lint: setup ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+report: setup ## the README's tables and the figures, from the raw data in results/
+	$(BIN)/python bench/report.py $(ARGS)
 
 speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
 	$(BIN)/python bench/speed.py $(ARGS)

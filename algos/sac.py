@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import restore, state_of
 from common.evaluate import evaluate
-from common.networks import TanhGaussian, descend, mlp, polyak
+from common.networks import Adam, TanhGaussian, mlp, polyak
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run, RunArgs, command_line
 from envs.make import make, make_vector, seeds
@@ -103,9 +103,9 @@ class SAC:
         self.critic_target = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
         self.critic_target.load_state_dict(self.critic.state_dict())
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), args.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), args.critic_lr, fused=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], args.alpha_lr, fused=True)
+        self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
+        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.gamma, self.tau, self.device, self.action_dim = args.gamma, args.tau, device, action_dim
         self.target_entropy = -float(action_dim)
 
@@ -149,11 +149,11 @@ class SAC:
     def update(self, batch: Batch) -> Metrics:
         """One gradient step of each network (the paper's algorithm 1, its inner loop)."""
         critic_loss, critic_metrics = self.critic_loss(batch)
-        descend(critic_loss, self.critic_optimizer)
+        self.critic_optimizer.descend(critic_loss)
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
-        descend(actor_loss, self.actor_optimizer)
+        self.actor_optimizer.descend(actor_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
-        descend(alpha_loss, self.alpha_optimizer)
+        self.alpha_optimizer.descend(alpha_loss)
         polyak(self.critic_target, self.critic, self.tau)
         return critic_metrics | actor_metrics | alpha_metrics
 

@@ -235,7 +235,11 @@ def main(args: Args) -> None:
             rates = ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices)
             print(f"round {len(rounds)}: {rates}", flush=True)
             write_rounds(out, facts, rounds)  # after every round, so that an interrupted run leaves what it measured
-        print(report(rounds, update_times(metrics, start)))
+        updates = update_times(metrics, start)
+        if updates:
+            facts["our update alone in ms"] = f"{statistics.median(updates):.3f}"
+            write_rounds(out, facts, rounds)
+        print(report(rounds, updates))
     print(f"\nraw rounds: {out}")
 
 

@@ -1,8 +1,8 @@
-"""Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, gradient step, Polyak."""
+"""Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, Adam, Polyak."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None =
         bound = 1.0 / math.sqrt(inputs)
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
-        layers += [layer, nn.ReLU()]
+        layers += [layer, nn.ReLU(inplace=True)]
     return nn.Sequential(*layers[:-1])
 
 
@@ -90,14 +90,37 @@ class TanhGaussian:
         return (-0.5 * noise.square() - self.log_std - log_slope - HALF_LOG_2PI).sum(-1)
 
 
-def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step down the gradient of `loss`, in the optimiser's parameters and in no others.
+class Adam(torch.optim.Adam):
+    """`torch.optim.Adam` with one step that is all of backward and update, and costs no more than its kernels.
 
-    A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
+    Its own `zero_grad`, `backward` and `step` spend a tenth of a SAC update on the CPU on bookkeeping; the numbers are
+    the same bit for bit, and so is the form of its state.
     """
-    optimizer.zero_grad()
-    loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
-    optimizer.step()
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr, fused=True)
+        for parameter in self.param_groups[0]["params"]:
+            step = torch.zeros((), device=parameter.device)
+            self.state[parameter] = {"step": step, "exp_avg": torch.zeros_like(parameter)}
+            self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def descend(self, loss: Tensor) -> None:
+        """One step down the gradient of `loss`, in this optimiser's parameters and in no others.
+
+        A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
+        """
+        group = self.param_groups[0]
+        parameters, (beta1, beta2) = group["params"], group["betas"]
+        gradients = torch.autograd.grad(loss, parameters)
+        state = [self.state[parameter] for parameter in parameters]
+        steps, means, squares = ([s[name] for s in state] for name in ("step", "exp_avg", "exp_avg_sq"))
+        with torch.no_grad():
+            torch._foreach_add_(steps, 1)
+            torch._fused_adam_(
+                parameters, gradients, means, squares, [], steps,
+                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+                weight_decay=0.0, amsgrad=False, maximize=False,
+            )  # fmt: skip
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ class ReplayBuffer:
                 f"the environment gave non-finite {' and '.join(bad)} in transition {self.added:,}: "
                 "see whether it diverges (actions, time step), or give another --env or --seed"
             )
-        self.rows[self._ring(self.added, self.added + n)] = torch.from_numpy(rows).to(self.device)
+        self.rows.index_copy_(0, self._ring(self.added, self.added + n), torch.from_numpy(rows).to(self.device))
         self.added += n
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Batch:

@@ -11,11 +11,12 @@ import torch
 
 import envs.state
 from algos import sac
+from common.networks import Adam
 from common.run import command_line
 
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (envs.state.ExactState, "step"),
-    "update": (torch.optim.Adam, "step"),
+    "update": (Adam, "descend"),
     "evaluation": (sac, "evaluate"),
     "torch.save": (torch, "save"),
     "fsync": (os, "fsync"),

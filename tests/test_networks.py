@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.networks import EnsembleLinear, TanhGaussian, descend, mlp, polyak
+from common.networks import Adam, EnsembleLinear, TanhGaussian, mlp, polyak
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -92,15 +92,32 @@ def test_networks_start_uniform_and_touch_no_global_generator():
     assert not torch.equal(ensemble[0].weight[0], ensemble[0].weight[1])  # members must not be copies
 
 
-def test_descend_moves_the_optimisers_parameters_only():
+def test_adam_equals_pytorchs_bit_for_bit():
+    ours, theirs = mlp([3, 8, 2], generator()), mlp([3, 8, 2], generator())
+    lean, full = Adam(ours.parameters(), 1e-2), torch.optim.Adam(theirs.parameters(), 1e-2, fused=True)
+    noise = generator(1)
+    for _ in range(50):
+        inputs = torch.randn(16, 3, generator=noise)
+        lean.descend(ours(inputs).square().mean())
+        full.zero_grad()
+        theirs(inputs).square().mean().backward()
+        full.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    resumed = torch.optim.Adam(theirs.parameters(), 1e-2, fused=True)
+    resumed.load_state_dict(lean.state_dict())  # the same state, too
+    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(
+        resumed.state.values(), full.state.values(), strict=True))  # fmt: skip
+
+
+def test_adam_moves_its_own_parameters_only():
     actor, critic = mlp([2, 4, 1], generator(1)), mlp([1, 4, 1], generator(2))
-    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
     before = [p.clone() for p in [*actor.parameters(), *critic.parameters()]]
     loss = critic(actor(torch.ones(3, 2))).mean()
     expected = torch.autograd.grad(loss, list(actor.parameters()), retain_graph=True)
-    descend(loss, optimizer)
+    Adam(actor.parameters(), 0.1).descend(loss)
     for parameter, old, gradient in zip(actor.parameters(), before, expected, strict=False):
-        torch.testing.assert_close(parameter, old - 0.1 * gradient)
+        # The first step of Adam is lr · g / (|g| + eps).
+        torch.testing.assert_close(parameter, old - 0.1 * gradient / (gradient.abs() + 1e-8))
     assert all(torch.equal(p, old) for p, old in zip(critic.parameters(), before[4:], strict=True))
     assert all(p.grad is None for p in critic.parameters())
 

@@ -1,0 +1,141 @@
+"""The README's tables and the figures in results/, from the raw data there and nothing else.
+
+python bench/report.py            # rewrites them
+python bench/report.py --check    # ends with 1 where they are not what the data says
+"""
+
+import csv
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import tyro
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+STEPS = (100_000, 300_000, 1_000_000)
+Curve = dict[int, float]  # mean return of an evaluation's episodes, by step
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to do."""
+
+    check: bool = False
+    """Only compare."""
+
+
+def our_curves() -> dict[tuple[str, str], dict[str, Curve]]:
+    """(algorithm, environment) to seed to curve, from `results/<algorithm>/<environment>/<seed>/evaluations.csv`."""
+    curves: dict[tuple[str, str], dict[str, Curve]] = defaultdict(dict)
+    for path in sorted(RESULTS.glob("*/*/*/evaluations.csv")):
+        algo, env, seed = path.parts[-4:-1]
+        episodes: dict[int, list[float]] = defaultdict(list)
+        for row in csv.DictReader(path.open()):
+            episodes[int(row["step"])].append(float(row["return"]))
+        curves[algo, env][seed] = {step: statistics.mean(returns) for step, returns in episodes.items()}
+    return curves
+
+
+def published_curves() -> dict[tuple[str, str], dict[str, Curve]]:
+    """The same of `results/published.csv`."""
+    curves: dict[tuple[str, str], dict[str, Curve]] = defaultdict(lambda: defaultdict(dict))
+    for row in csv.DictReader((RESULTS / "published.csv").open()):
+        curves[row["algo"], row["env"]][row["seed"]][int(row["step"])] = float(row["return"])
+    return curves
+
+
+def at(curve: Curve, step: int) -> float | None:
+    """Return at `step`, linear between two evaluations; None outside of the curve."""
+    below, above = [s for s in curve if s <= step], [s for s in curve if s >= step]
+    if not below or not above:
+        return None
+    a, b = max(below), min(above)
+    return curve[a] if a == b else curve[a] + (curve[b] - curve[a]) * (step - a) / (b - a)
+
+
+def spread(seeds: dict[str, Curve], step: int) -> str:
+    """Mean ± standard deviation over the seeds that got there, and how many those are."""
+    values = [value for curve in seeds.values() if (value := at(curve, step)) is not None]
+    if not values:
+        return "not run"
+    deviation = f" ± {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.0f}{deviation} ({len(values)})"
+
+
+def learning_table() -> str:
+    """Return at equal steps, ours beside the published."""
+    lines = ["| | steps | onramp | published |", "|---|---|---|---|"]
+    published = published_curves()
+    for (algo, env), seeds in our_curves().items():
+        for step in STEPS:
+            row = f"{spread(seeds, step)} | {spread(published[algo, env], step)}"
+            lines.append(f"| {algo.upper()}, {env} | {step:,} | {row} |")
+    return "\n".join(lines)
+
+
+def draw(algo: str, env: str, path: Path) -> None:
+    """Every seed's curve, over the range and the mean of the published ones."""
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    published, ours = published_curves()[algo, env], our_curves()[algo, env]
+    last = max(max(curve) for curve in ours.values())
+    grid = [step for step in sorted(next(iter(published.values()))) if step <= last]
+    columns = [[value for c in published.values() if (value := at(c, step)) is not None] for step in grid]
+    axes.fill_between(grid, [min(c) for c in columns], [max(c) for c in columns], color="0.9")
+    axes.plot(grid, [statistics.mean(c) for c in columns], color="0.5", label=f"published, {len(published)} seeds")
+    for seed, curve in ours.items():
+        axes.plot(list(curve), list(curve.values()), linewidth=1.2, label=f"onramp, seed {seed}")
+    axes.set(xlabel="environment steps", ylabel="return (deterministic)", title=f"{algo.upper()}, {env}")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def speed_table() -> str:
+    """Steps per second beside the peers: medians over the rounds, and medians of the rounds' ratios."""
+    lines = ["| | onramp | SB3 | SBX | onramp / SB3 | onramp / SBX | update / floor |", "|---|---|---|---|---|---|---|"]
+    for path in sorted((RESULTS / "speed").glob("*.csv")):
+        text = path.read_text().splitlines()
+        facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("#"))
+        rates: dict[str, list[float]] = defaultdict(list)
+        for row in csv.DictReader(line for line in text if not line.startswith("#")):
+            rates[row["contender"]].append(float(row["steps_per_second"]))
+        median = {name: statistics.median(values) for name, values in rates.items()}
+        ratio = {n: statistics.median(a / b for a, b in zip(rates["ours"], rates[n], strict=True)) for n in rates}
+        update = float(facts["our update alone in ms"]) * median["floor"] / 1000
+        lines.append(
+            f"| {facts['algorithm']} | {median['ours']:.0f} | {median['sb3']:.0f} | {median['sbx']:.0f} "
+            f"| {ratio['sb3']:.2f} | {ratio['sbx']:.2f} | {update:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def with_tables(text: str) -> str:
+    """The README with what stands between its markers made anew."""
+    for name, table in (("learning", learning_table()), ("speed", speed_table())):
+        before, rest = text.split(f"<!-- {name}, by make report -->\n", 1)
+        after = rest.split("<!-- end -->", 1)[1]
+        text = f"{before}<!-- {name}, by make report -->\n{table}\n<!-- end -->{after}"
+    return text
+
+
+def main(args: Args) -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    if args.check:
+        if with_tables(text) != text:
+            sys.exit("report: the README's tables are not what results/ says: run make report")
+        return
+    readme.write_text(with_tables(text))
+    for algo, env in our_curves():
+        draw(algo, env, RESULTS / algo / f"{env}.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

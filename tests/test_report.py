@@ -1,0 +1,41 @@
+"""The README's tables come from the raw data, and are what the data says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from bench import report
+
+
+def test_readme_is_what_results_say():
+    """Fails on a figure changed by hand, and on data that came without `make report`."""
+    text = (ROOT / "README.md").read_text()
+    assert report.with_tables(text) == text
+
+
+def test_interpolation():
+    curve = {0: 1.0, 10: 5.0, 40: -1.0}
+    for step in (0, 3, 10, 25, 40):
+        assert report.at(curve, step) == pytest.approx(np.interp(step, list(curve), list(curve.values())))
+    assert report.at(curve, 41) is None
+
+
+def test_spread_counts_the_seeds_that_got_there():
+    seeds = {"1": {0: 0.0, 10: 10.0}, "2": {0: 0.0, 10: 20.0, 20: 7.0}}
+    assert report.spread(seeds, 10) == "15 ± 7 (2)"
+    assert report.spread(seeds, 20) == "7 (1)"
+    assert report.spread(seeds, 30) == "not run"
+
+
+def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "speed").mkdir()
+    rows = ["round,contender,steps,seconds,steps_per_second,cores,cores_of_others"]
+    for i, factor in enumerate([1.0, 0.5, 2.0]):  # the machine drifts; within a round the ratios stay
+        rates = {"ours": 150, "sb3": 100, "sbx": 120, "floor": 300}
+        rows += [f"{i},{name},1,1,{rate * factor},1,0" for name, rate in rates.items()]
+    facts = ["# algorithm: sac on X", "# our update alone in ms: 5.0"]
+    (tmp_path / "speed" / "a.csv").write_text("\n".join(facts + rows))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.speed_table().splitlines()[2] == "| sac on X | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"

@@ -1,0 +1,51 @@
+"""Set-up happens once, and again when its inputs change."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkout's set-up files, with an environment that looks installed."""
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "installed").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["setup", "train", "test", "lint"])
+def test_nothing_is_installed_again_when_nothing_changed(folder: Path, target: str):
+    assert "pip install" not in make(folder, "--dry-run", target).stdout
+    for changed in ("requirements.txt", "pyproject.toml"):
+        assert "pip install" in make(folder, "--dry-run", "--what-if", changed, target).stdout
+
+
+def test_another_python_is_refused_with_the_cure(folder: Path):
+    (folder / ".venv" / "installed").unlink()
+    (folder / "python").write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.1' || exit 1\n")
+    (folder / "python").chmod(0o755)
+    result = make(folder, "setup", "PYTHON=./python")
+    assert result.returncode == 2
+    assert "needs Python 3.11 to 3.13; this is Python 3.9.1: make PYTHON=" in result.stderr
+    assert not (folder / ".venv" / "installed").exists()
+
+
+def test_help_lists_every_target(folder: Path):
+    said = make(folder, "help").stdout
+    for target in ("help", "setup", "train", "test", "lint", "speed", "report"):
+        assert f"make {target} " in said
+
+
+def test_requirements_are_pinned_and_end_with_the_project():
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[-1] == "-e ."
+    assert all("==" in line for line in lines[:-1])
