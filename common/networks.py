@@ -104,6 +104,7 @@ class Adam(torch.optim.Adam):
             self.state[parameter] = {"step": step, "exp_avg": torch.zeros_like(parameter)}
             self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it cannot trace the fused kernel called like this
     def descend(self, loss: Tensor) -> None:
         """One step down the gradient of `loss`, in this optimiser's parameters and in no others.
 
