@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from common.checkpoint import restore, state_of
 from common.evaluate import evaluate
-from common.networks import Adam, TanhGaussian, mlp, polyak
+from common.networks import Adam, Polyak, TanhGaussian, mlp
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run, RunArgs, command_line
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 
-Metrics = dict[str, Tensor]
+Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
 
 
 @dataclass
@@ -102,11 +102,12 @@ class SAC:
         self.critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
         self.critic_target = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
         self.critic_target.load_state_dict(self.critic.state_dict())
+        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
-        self.gamma, self.tau, self.device, self.action_dim = args.gamma, args.tau, device, action_dim
+        self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
         self.target_entropy = -float(action_dim)
 
     def explore(self, num_envs: int) -> NDArray[np.float32]:
@@ -131,14 +132,14 @@ class SAC:
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
-        return loss, {"losses/critic": loss.detach(), "losses/q": values.detach().mean()}
+        return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """KL divergence from the policy to exp(Q / α), eq. 7 and 9; also the log-probabilities, for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         value = self.critic(batch.obs, actions).amin(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
-        return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach().mean()}
+        return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
         """Moves α until the policy's entropy is H̄, eq. 18."""
@@ -154,7 +155,7 @@ class SAC:
         self.actor_optimizer.descend(actor_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
         self.alpha_optimizer.descend(alpha_loss)
-        polyak(self.critic_target, self.critic, self.tau)
+        self.follow_critic()
         return critic_metrics | actor_metrics | alpha_metrics
 
 

@@ -89,11 +89,11 @@ class Logger:
         self._timings[name].append(1e3 * (time.perf_counter() - start))
 
     def log(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Writes metrics, and the training episodes and speed since the last call, at the present step.
+        """Writes the means of metrics, and the training episodes and speed since the last call, at the present step.
 
         The one place where metrics leave the device. Raises RunError where one is not finite.
         """
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: float(v.mean() if isinstance(v, Tensor) else v) for name, v in metrics.items()}
         for name, value in values.items():
             if not math.isfinite(value):
                 raise RunError(

@@ -124,7 +124,14 @@ class Adam(torch.optim.Adam):
             )  # fmt: skip
 
 
-@torch.no_grad()
-def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """target ← (1 - tau) target + tau online, in one fused operation."""
-    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)
+class Polyak:
+    """At each call: target ← (1 - tau) target + tau online, in one fused operation."""
+
+    def __init__(self, target: nn.Module, online: nn.Module, tau: float) -> None:
+        self.target: list[Tensor] = list(target.parameters())
+        self.online: list[Tensor] = list(online.parameters())
+        self.tau = tau
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        torch._foreach_lerp_(self.target, self.online, self.tau)

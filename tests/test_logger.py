@@ -30,7 +30,7 @@ def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
     """Trap 6."""
     logger = Logger(tmp_path, 100, 1, None)
     steps(logger, 10)
-    logger.log({"losses/critic": torch.tensor(1.5)})
+    logger.log({"losses/critic": torch.tensor([[1.0, 2.0]])})
     steps(logger, 10)
     logger.log({"losses/critic": 2.5, "exploration/late": 7.0})
     logger.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.networks import Adam, EnsembleLinear, TanhGaussian, mlp, polyak
+from common.networks import Adam, EnsembleLinear, Polyak, TanhGaussian, mlp
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -125,6 +125,6 @@ def test_adam_moves_its_own_parameters_only():
 def test_polyak():
     target, online = mlp([2, 3, 1], generator(1), ensemble=2), mlp([2, 3, 1], generator(2), ensemble=2)
     expected = [0.9 * t.detach() + 0.1 * o for t, o in zip(target.parameters(), online.parameters(), strict=True)]
-    polyak(target, online, 0.1)
+    Polyak(target, online, 0.1)()
     for got, want in zip(target.parameters(), expected, strict=True):
         torch.testing.assert_close(got.data, want.data)
