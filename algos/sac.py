@@ -8,8 +8,8 @@ are that paper's.
     python algos/sac.py --env Humanoid-v4 --num-envs 4 --utd 2 --critics 5
 
 Where public versions differ, this one takes the choices behind the best public curves on Gymnasium's v4 environments
-(the SAC baseline of CrossQ, Bhatt et al. 2024), but for the networks' start, which is PyTorch's own: theirs, LeCun normal,
-learned more slowly here (docs/sac.md). In particular:
+(the SAC baseline of CrossQ, Bhatt et al. 2024), but for the networks' start, which is PyTorch's own: theirs, LeCun
+normal, learned more slowly here (docs/sac.md). In particular:
 - learning rate 1e-3 for actor, critics and temperature (paper: 3e-4);
 - 5 000 steps of uniform random actions first (paper: 1 000 to 10 000, by environment);
 - log σ is clipped to [-20, 2] (others squash it into [-5, 2]);

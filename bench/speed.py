@@ -133,7 +133,9 @@ def processor() -> str:
 
 def describe(args: Args) -> dict[str, str]:
     """What a reader of the figures must know to judge them."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    git = subprocess.run(
+        ["git", "--no-optional-locks", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return {
         "algorithm": f"{args.algo} on {args.env}, {args.num_envs} environment(s)",
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",

@@ -1,6 +1,7 @@
 """The state of everything that has one, and files that are either whole or not there."""
 
 import contextlib
+import io
 import os
 import pickle
 import zipfile
@@ -86,8 +87,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors, arrays, numbers, strings, lists and dicts, which `load` reads without unpickling any code."""
+    data = io.BytesIO()  # in memory first: on a full disk torch.save itself ends with an error that says nothing of it
+    torch.save(_as_tensors(state), data)
     with replacing(path) as file:
-        torch.save(_as_tensors(state), file)
+        file.write(data.getbuffer())
 
 
 def load(path: Path) -> dict[str, Any]:

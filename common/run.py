@@ -251,7 +251,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it must not write into the repository
     described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"
 
