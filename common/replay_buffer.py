@@ -109,8 +109,7 @@ class ReplayBuffer:
             rows = self.rows[self._ring(first, last)].cpu().numpy().tobytes()
             path = folder / segment.name
             with path.open("r+b" if path.exists() else "w+b") as file:
-                file.seek(segment.rows * row_bytes)
-                file.truncate()  # what a killed save left here
+                file.seek(segment.rows * row_bytes)  # over what a killed save may have left there
                 file.write(rows)
                 file.flush()
                 os.fsync(file.fileno())
