@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import restore, state_of
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, mlp
+from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run, RunArgs, command_line
 from envs.make import make, make_vector, seeds
@@ -138,7 +138,8 @@ class SAC:
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """KL divergence from the policy to exp(Q / α), eq. 7 and 9; also the log-probabilities, for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
-        value = self.critic(batch.obs, actions).amin(0)
+        with frozen(self.critic):  # the gradient passes through the critics and stops there
+            value = self.critic(batch.obs, actions).amin(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 

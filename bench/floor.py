@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bench.step_counter import claim_slot
+from common.onednn import AVAILABLE
 
 Call = Callable[[], object]
 
@@ -96,8 +97,13 @@ def _in_turn(calls: list[Call]) -> Call:
     return compute
 
 
+def _onednn(x: torch.Tensor, y: torch.Tensor) -> object:
+    """x times the transpose of y; it has no place to be told for its output."""
+    return torch.ops.mkldnn._linear_pointwise(x, y, None, "none", [], "")
+
+
 def ways(p: Product) -> Iterator[Call]:
-    """Ways to compute a product, each with preallocated operands and output, in either order of storage."""
+    """Ways to compute a product, each with preallocated operands, in either order of storage: by MKL and by oneDNN."""
     e = p.ensemble
     if e == 1 or p.fold:
         m, k, n = (size * e if p.fold == name else size for name, size in (("m", p.m), ("k", p.k), ("n", p.n)))
@@ -106,6 +112,9 @@ def ways(p: Product) -> Iterator[Call]:
                 yield partial(torch.mm, x, y, out=torch.empty(m, n))
                 # The transposed problem: some libraries divide the work by rows only.
                 yield partial(torch.mm, y.T, x.T, out=torch.empty(n, m))
+                if AVAILABLE:
+                    yield partial(_onednn, x, y.T)
+                    yield partial(_onednn, y.T, x)
     if e == 1:
         return
     for x in _stored(e, p.m, p.k):
@@ -113,6 +122,9 @@ def ways(p: Product) -> Iterator[Call]:
             out = torch.empty(e, p.m, p.n)
             yield partial(torch.bmm, x, y, out=out)
             yield _in_turn([partial(torch.mm, x[i], y[i], out=out[i]) for i in range(e)])
+            if AVAILABLE:
+                yield _in_turn([partial(_onednn, x[i], y[i].T) for i in range(e)])
+                yield _in_turn([partial(_onednn, y[i].T, x[i]) for i in range(e)])
             if p.n == 1:
                 yield _in_turn([partial(torch.mv, x[i], y[i, :, 0].clone(), out=torch.empty(p.m)) for i in range(e)])
             if p.m == 1:

@@ -1,12 +1,15 @@
 """Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, Adam, Polyak."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from common.onednn import relu_network
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -15,22 +18,36 @@ HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 class EnsembleLinear(nn.Module):
     """`ensemble` linear layers side by side, in one batched product.
 
-    Shapes: weight [ensemble, inputs, outputs], bias [ensemble, 1, outputs]; maps [ensemble, batch, inputs], or
+    Shapes: weight [ensemble, outputs, inputs], bias [ensemble, outputs]; maps [ensemble, batch, inputs], or
     [batch, inputs] shared by all members, to [ensemble, batch, outputs].
     """
 
     def __init__(self, ensemble: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(ensemble, inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(ensemble, 1, outputs))
+        self.weight = nn.Parameter(torch.empty(ensemble, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(ensemble, outputs))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.weight.shape[-1] == 1:  # a dot product along the features: three times as fast as a one-column product
-            return (inputs * self.weight.mT).sum(-1, keepdim=True) + self.bias
-        return torch.baddbmm(self.bias, inputs.expand(len(self.weight), -1, -1), self.weight)
+        return torch.baddbmm(self.bias.unsqueeze(1), inputs.expand(len(self.weight), -1, -1), self.weight.mT)
 
 
-def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None) -> nn.Sequential:
+class MLP(nn.Sequential):
+    """Linear or ensemble linear layers with a ReLU between each two; on the CPU computed by `common.onednn`."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self._parameter_list = list(self.parameters())  # walking the layers at every call would take longer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
+        if inputs.device.type == "cpu" and not torch.compiler.is_compiling():
+            return relu_network(inputs, *self._parameter_list)
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
+
+
+def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None) -> MLP:
     """ReLU network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given.
 
     Weights and biases start as PyTorch's own do, uniform within ±1 / √inputs, but from the generator given.
@@ -46,7 +63,7 @@ def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None =
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
         layers += [layer, nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers[:-1])
+    return MLP(*layers[:-1])
 
 
 class TanhGaussian:
@@ -112,7 +129,8 @@ class Adam(torch.optim.Adam):
         """
         group = self.param_groups[0]
         parameters, (beta1, beta2) = group["params"], group["betas"]
-        gradients = torch.autograd.grad(loss, parameters)
+        # The fused kernel reads memory in order: a transposed gradient would move the wrong weights.
+        gradients = [gradient.contiguous() for gradient in torch.autograd.grad(loss, parameters)]
         state = [self.state[parameter] for parameter in parameters]
         steps, means, squares = ([s[name] for s in state] for name in ("step", "exp_avg", "exp_avg_sq"))
         with torch.no_grad():
@@ -135,3 +153,13 @@ class Polyak:
     @torch.no_grad()
     def __call__(self) -> None:
         torch._foreach_lerp_(self.target, self.online, self.tau)
+
+
+@contextlib.contextmanager
+def frozen(network: nn.Module) -> Iterator[None]:
+    """What `network` computes in here gives its inputs a gradient and its parameters none, which costs less."""
+    network.requires_grad_(False)
+    try:
+        yield
+    finally:
+        network.requires_grad_(True)

@@ -1,5 +1,6 @@
 """Building blocks against independent formulas in float64."""
 
+import copy
 import math
 from statistics import NormalDist
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.networks import Adam, EnsembleLinear, Polyak, TanhGaussian, mlp
+from common import onednn
+from common.networks import Adam, EnsembleLinear, Polyak, TanhGaussian, frozen, mlp
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -77,8 +79,54 @@ def test_ensemble_equals_its_members_one_by_one(outputs: int):
     inputs = torch.randn(6, 3, dtype=torch.float64, generator=generator(1))
     first, last = (layer for layer in net if isinstance(layer, EnsembleLinear))
     for i, got in enumerate(net(inputs)):
-        hidden = torch.relu(inputs @ first.weight[i] + first.bias[i])
-        torch.testing.assert_close(got, hidden @ last.weight[i] + last.bias[i])
+        hidden = torch.relu(inputs @ first.weight[i].T + first.bias[i])
+        torch.testing.assert_close(got, hidden @ last.weight[i].T + last.bias[i])
+
+
+@pytest.mark.parametrize("ensemble", [None, 3])
+@pytest.mark.parametrize("needed", ["all", "inputs", "parameters"])
+def test_network_and_its_gradients_equal_layer_by_layer_in_float64(ensemble: int | None, needed: str):
+    """The one node of `common.onednn`, at sizes where oneDNN computes, against plain layers and autograd's own."""
+    net = mlp([23, 256, 200, 12], generator(), ensemble)
+    exact = copy.deepcopy(net).double()
+    inputs = torch.randn(300, 40, generator=generator(1))[:, 3:26].requires_grad_(needed != "parameters")  # strided
+    double = inputs.detach().double().requires_grad_(needed != "parameters")
+    for each in (net, exact):
+        each.requires_grad_(needed != "inputs")
+    got, expected = net(inputs), torch.nn.Sequential.forward(exact, double)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(got.shape, generator=generator(2))
+    got.backward(upstream)
+    expected.backward(upstream.double())
+    assert (inputs.grad is None) == (needed == "parameters")
+    assert (net[0].weight.grad is None) == (needed == "inputs")
+    for a, b in zip([inputs, *net.parameters()], [double, *exact.parameters()], strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5 * b.grad.abs().max().item())
+
+
+def test_onednn_computes_the_large_products_where_it_is_there():
+    """Else the speed would be lost in silence, with every number still right."""
+    if not onednn.AVAILABLE:
+        pytest.skip("this PyTorch has no oneDNN")
+    with torch.profiler.profile() as profile:
+        net = mlp([23, 256, 256, 1], generator(), ensemble=2)
+        net(torch.randn(256, 23)).sum().backward()
+    names = [event.name for event in profile.events()]
+    # Forward: two layers of two members; backward: both weights' gradients and one layer's inputs'.
+    assert names.count("mkldnn::_linear_pointwise") == 4 + 6
+
+
+def test_frozen_network_passes_its_gradient_on_and_gets_none():
+    net, inputs = mlp([3, 8, 1], generator()), torch.ones(2, 3, requires_grad=True)
+    with frozen(net):
+        inside = net(inputs).sum()
+    inside.backward(retain_graph=True)
+    assert inputs.grad is not None
+    assert all(p.grad is None and p.requires_grad for p in net.parameters())
+    with pytest.raises(KeyError), frozen(net):
+        raise KeyError
+    assert all(p.requires_grad for p in net.parameters())
 
 
 def test_networks_start_uniform_and_touch_no_global_generator():
@@ -107,6 +155,18 @@ def test_adam_equals_pytorchs_bit_for_bit():
     resumed.load_state_dict(lean.state_dict())  # the same state, too
     assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(
         resumed.state.values(), full.state.values(), strict=True))  # fmt: skip
+
+
+def test_adam_takes_a_transposed_gradient():
+    """As the gradient of a weight that is used transposed often is: the fused kernel itself ignores strides."""
+    start = torch.arange(6.0).view(2, 3)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    slopes = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
+    Adam([ours], 0.1).descend((ours.T * slopes.T.contiguous()).sum())
+    full = torch.optim.Adam([theirs], 0.1)
+    (theirs.T * slopes.T).sum().backward()
+    full.step()
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_adam_moves_its_own_parameters_only():

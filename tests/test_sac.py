@@ -52,7 +52,7 @@ def layers(network: torch.nn.Module, member: int | None = None) -> list[tuple[Ar
     for layer in network.net:
         if hasattr(layer, "weight"):
             weight, bias = layer.weight.detach().numpy(), layer.bias.detach().numpy()
-            found.append((weight.T, bias) if member is None else (weight[member], bias[member, 0]))
+            found.append((weight.T, bias) if member is None else (weight[member].T, bias[member]))
     return found
 
 
@@ -237,16 +237,18 @@ def test_truncated_episodes_are_not_stored_as_terminated(small: Callable[..., Ar
 
 
 def test_compiled_equals_eager():
-    """Trap 7's other branch, and the promise of --compile: the same update to rounding."""
+    """Trap 7's other branch, and the promise of --compile: the same update to rounding.
+
+    In float64: in float32 Adam's first steps turn a gradient of mere rounding into a whole step of either sign.
+    """
     pytest.importorskip("torch._inductor")
-    batch = Batch(*(part.float() for part in make_batch(16)))
-    agents = [SAC(Args(**SMALL), 3, 2, torch.device("cpu")) for _ in range(2)]
+    batch, agents = make_batch(16), [make_agent() for _ in range(2)]
     compiled = torch.compile(agents[1].update)
     for _ in range(5):
         agents[0].update(batch)
         compiled(batch)
     for (name, eager), (_, other) in zip(named(agents[0]), named(agents[1]), strict=True):
-        torch.testing.assert_close(eager, other, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def test_learns_pendulum(small: Callable[..., Args]):
