@@ -23,6 +23,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gymnasium.spaces import flatdim
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class Actor(nn.Module):
 
     def forward(self, obs: Tensor) -> TanhGaussian:
         mean, log_std = self.net(obs).chunk(2, dim=-1)
-        return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
+        return TanhGaussian(mean, F.hardtanh(log_std, -20.0, 2.0))  # a clamp whose gradient is one operation
 
 
 class Critic(nn.Module):

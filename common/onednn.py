@@ -24,24 +24,34 @@ def relu_network(inputs: Tensor, *parameters: Tensor) -> Tensor:
     Shapes: inputs [batch, inputs], weights [outputs, inputs], biases [outputs] to [batch, outputs]; weights and biases
     of an ensemble have one more dimension in front, and so has what it returns. Differentiable once.
     """
+    if not torch.is_grad_enabled():
+        return _forward(inputs.contiguous(), parameters, None)
     outputs: Tensor = _ReLUNetwork.apply(inputs, *parameters)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _forward(inputs: Tensor, parameters: Sequence[Tensor], hidden: list[Tensor] | None) -> Tensor:
+    """The outputs; the activations of the hidden layers, member by member, go into `hidden` where they are wanted."""
+    outputs = []
+    for layers in _members(parameters):
+        activations = inputs
+        for weight, bias in layers[:-1]:
+            activations = _linear(activations, weight, bias, relu=True)
+            if hidden is not None:
+                hidden.append(activations)
+        outputs.append(_linear(activations, *layers[-1]))
+    return torch.stack(outputs) if _is_ensemble(parameters) else outputs[0]
 
 
 class _ReLUNetwork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, *parameters: Tensor) -> Tensor:
         inputs = inputs.contiguous()  # other strides send oneDNN to kernels that are many times slower
-        hidden, outputs = [], []
-        for layers in _members(parameters):
-            activations = inputs
-            for weight, bias in layers[:-1]:
-                activations = _linear(activations, weight, bias, relu=True)
-                hidden.append(activations)
-            outputs.append(_linear(activations, *layers[-1]))
+        hidden: list[Tensor] = []
+        outputs = _forward(inputs, parameters, hidden)
         ctx.save_for_backward(inputs, *parameters, *hidden)
         ctx.num_parameters = len(parameters)
-        return torch.stack(outputs) if _is_ensemble(parameters) else outputs[0]
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -59,7 +69,7 @@ class _ReLUNetwork(torch.autograd.Function):
             activations = [inputs, *(next(hidden) for _ in layers[1:])]
             for k, (weight, _) in reversed(list(enumerate(layers))):
                 if parameters_need_it:
-                    of_parameters[2 * k].append(_linear(delta.t(), activations[k].t()))
+                    of_parameters[2 * k].append(_weight_gradient(delta, activations[k]))
                     of_parameters[2 * k + 1].append(delta.sum(0))
                 if k > 0 or inputs_need_it:
                     delta = _linear(delta, weight.t())
@@ -80,6 +90,13 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bo
         return outputs
     outputs = torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
     return outputs.relu_() if relu else outputs
+
+
+def _weight_gradient(delta: Tensor, inputs: Tensor) -> Tensor:
+    """deltaᵀ inputs; oneDNN copies its first operand when that is transposed: let it be the smaller one."""
+    if inputs.shape[1] < delta.shape[1]:
+        return _linear(inputs.t(), delta.t()).t()
+    return _linear(delta.t(), inputs.t())
 
 
 def _is_ensemble(parameters: Sequence[Tensor]) -> bool:

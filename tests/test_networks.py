@@ -95,6 +95,8 @@ def test_network_and_its_gradients_equal_layer_by_layer_in_float64(ensemble: int
         each.requires_grad_(needed != "inputs")
     got, expected = net(inputs), torch.nn.Sequential.forward(exact, double)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(net(inputs), got)
     upstream = torch.randn(got.shape, generator=generator(2))
     got.backward(upstream)
     expected.backward(upstream.double())
