@@ -164,7 +164,7 @@ class SAC:
 
 def train(args: Args) -> None:
     run = Run("sac", args)
-    envs = make_vector(args.env, args.num_envs, args.seed)
+    envs = make_vector(args.env, args.num_envs, args.seed, vectorizer=args.vectorizer)
     eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
@@ -207,6 +207,7 @@ def train(args: Args) -> None:
         if run.due(args.eval_every):
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)}, buffer)
+    envs.close()
     run.finish()
 
 

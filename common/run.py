@@ -43,6 +43,8 @@ class RunArgs:
     """Environment steps, those of all environments added up."""
     num_envs: int = 1
     """Environments stepped together."""
+    vectorizer: Literal["sync", "async", "envpool"] = "sync"
+    """How: one after another, each in a process of its own, or in the threads of EnvPool (docs/environments.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where networks and replay buffer live; auto takes CUDA when it is there."""
     compile: bool = False
@@ -128,11 +130,13 @@ class Run:
 
     def warn_inexact(self, exact: list[bool]) -> None:
         """Says so where the environments could not be brought back to the very state that was saved."""
-        if not all(exact):
-            self.logger.say(
-                f"warning: {self.args.env} does not replay bit for bit: it begins a new episode here, "
-                "and the run is not exactly the one that was stopped"
-            )
+        if all(exact):
+            return
+        if self.args.vectorizer == "envpool":
+            cause = "EnvPool cannot save the state of its environments: they begin new episodes here"
+        else:
+            cause = f"{self.args.env} does not replay bit for bit: it begins a new episode here"
+        self.logger.say(f"warning: {cause}, and the run is not exactly the one that was stopped")
 
     def save_if_due(self, snapshot: Callable[[], dict[str, Any]], buffer: ReplayBuffer | None = None) -> None:
         """A checkpoint, when one is due or the user asked to stop; then it stops, and the same command goes on.

@@ -4,17 +4,19 @@ import difflib
 import importlib
 import importlib.util
 import zlib
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
-from common.errors import InputError, RunError
-from envs.state import Array, Env, ExactState
+from common.errors import InputError
+from envs.state import Env, ExactState
+from envs.vector import Array, EnvPool, Processes, refuse_non_finite
 
 # The families of Gymnasium-Robotics, to name the missing package rather than call their ids unknown.
 ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
@@ -38,8 +40,7 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
         return np.array(obs, np.float32), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        if not np.isfinite(action).all():  # a simulator would go on with them, or write files of its own about it
-            raise RunError("the policy gives non-finite actions: try a smaller learning rate or reward scale")
+        refuse_non_finite(action)
         obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
         return np.array(obs, np.float32), float(reward), termination, truncation, self._success(info)
 
@@ -84,8 +85,18 @@ def make(env_id: str, **kwargs: Any) -> ExactState:
     return ExactState(Uniform(env))
 
 
-def make_vector(env_id: str, num_envs: int, seed: int, purpose: str = "training") -> SyncVectorEnv[Array, Array]:
+def make_vector(
+    env_id: str,
+    num_envs: int,
+    seed: int,
+    purpose: str = "training",
+    vectorizer: Literal["sync", "async", "envpool"] = "sync",
+) -> VectorEnv[Array, Array, Array]:
     """`num_envs` environments, stepped side by side; the i-th is seeded with `seeds(seed, purpose, num_envs)[i]`.
+
+    `vectorizer`: one after another (sync), each in a process of its own (async; the same results, bit for bit), or in
+    the threads of EnvPool (envpool; other episodes, of the same distribution). docs/environments.md tells when to use
+    which. End with `envs.close()`.
 
     The seeds are set here: begin with a bare `envs.reset()`. An episode that ended stays where it ended, so `next_obs`
     is always the true successor, until the caller resets it and the others that ended:
@@ -93,12 +104,17 @@ def make_vector(env_id: str, num_envs: int, seed: int, purpose: str = "training"
         if dones.any():  # a bool array [num_envs]; a mask that is all False is an error
             obs, _ = envs.reset(options={"reset_mask": dones})  # the other rows are as they were
 
-    Raises InputError as `make` does.
+    Raises InputError as `make` does, and where EnvPool is missing or its environment is not known to be Gymnasium's.
     """
     if num_envs < 1:
         raise InputError(f"{num_envs} environments are asked for: there must be at least one.")
     each = seeds(seed, purpose, num_envs)
-    envs = SyncVectorEnv([lambda: make(env_id)] * num_envs, autoreset_mode=AutoresetMode.DISABLED)
+    env_fns = [partial(make, env_id)] * num_envs
+    envs: VectorEnv[Array, Array, Array]
+    if vectorizer == "sync":
+        envs = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.DISABLED)
+    else:
+        envs = Processes(env_fns) if vectorizer == "async" else EnvPool(env_id, num_envs)
     envs.reset(seed=list(each))
     return envs
 

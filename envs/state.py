@@ -12,12 +12,11 @@ from typing import Any, SupportsFloat
 
 import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import VectorEnv
 
 from common.errors import InputError
+from envs.vector import Array, EnvPool
 
-Array = npt.NDArray[Any]
 Env = gym.Env[Any, Any]
 
 # What a saved state holds.
@@ -84,18 +83,28 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array]):
     `set_state`, which then returns False.
     """
 
+    _obs: Array
+
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         self._dtype = env.action_space.dtype
         self._start: dict[str, Any] | None = None
+        self._done = False
+        self.next_state: dict[str, Any] | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """A new episode, or `next_state` where that was set: then `info["exact"]` is what `set_state` says."""
+        if self.next_state is not None:
+            state, self.next_state = self.next_state, None
+            exact = self.set_state(state)
+            return self._obs.copy(), {"exact": exact}
         start = {"generators_before": _generators(self.env), "seed": seed, "options": copy.deepcopy(options)}
         obs, info = self.env.reset(seed=seed, options=options)
         self._start, self._actions, self._obs, self._return, self._done = start, list[Array](), obs.copy(), 0.0, False
         return obs, info
 
     def step(self, action: Array) -> tuple[Array, SupportsFloat, bool, bool, dict[str, Any]]:
+        assert not self._done, "the episode has ended: reset it first"
         action = np.asarray(action, self._dtype)
         self._actions.append(action.copy())  # a vector environment hands out views of the caller's array
         obs, reward, termination, truncation, info = self.env.step(action)
@@ -155,29 +164,26 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array]):
                 )
 
 
-def _exact(envs: SyncVectorEnv[Array, Array]) -> list[ExactState]:
-    if not all(isinstance(env, ExactState) for env in envs.envs):
-        raise InputError("These environments cannot be saved: make them with envs.make.make_vector.")
-    return envs.envs  # type: ignore[return-value]
-
-
-def get_states(envs: SyncVectorEnv[Array, Array]) -> list[dict[str, Any]]:
+def get_states(envs: VectorEnv[Array, Array, Array]) -> list[dict[str, Any]]:
     """The state of each sub-environment. Raises InputError before the first reset."""
-    return [env.get_state() for env in _exact(envs)]
+    if isinstance(envs, EnvPool):  # gives no state out
+        return [{"seed": seed} for seed in envs.next_seeds()]
+    try:
+        return list(envs.call("get_state"))  # type: ignore[attr-defined]
+    except AttributeError:
+        raise InputError("These environments cannot be saved: make them with envs.make.make_vector.") from None
 
 
-def set_states(envs: SyncVectorEnv[Array, Array], states: list[dict[str, Any]]) -> tuple[Array, list[bool]]:
+def set_states(envs: VectorEnv[Array, Array, Array], states: list[dict[str, Any]]) -> tuple[Array, list[bool]]:
     """Restore each sub-environment: the current observations [num_envs, obs_dim], and for each whether it is exact.
 
     One that is not exact stands at the start of a new episode. Raises InputError where `states` do not fit.
     """
     if len(states) != envs.num_envs:
         raise InputError(f"{len(states)} environments were saved, but there are {envs.num_envs} now.")
-    exact = [env.set_state(state) for env, state in zip(_exact(envs), states, strict=True)]
-    # What the vector environment itself remembers: observations (a masked reset returns those of the others too),
-    # and which episodes are over (it refuses to step them before they are reset).
-    obs = [env._obs.copy() for env in _exact(envs)]
-    envs._env_obs = list(obs)  # type: ignore[arg-type]
-    envs._observations = np.stack(obs)
-    envs._autoreset_envs = np.array([env._done for env in _exact(envs)])
-    return envs._observations.copy(), exact
+    if isinstance(envs, EnvPool):
+        return envs.reset(seed=[state["seed"] for state in states])[0], [False] * envs.num_envs
+    # By a reset, so that the vector environment's own memory of observations and ended episodes follows.
+    envs.set_attr("next_state", states)  # type: ignore[attr-defined]
+    obs, info = envs.reset()
+    return obs, info["exact"].tolist()

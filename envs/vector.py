@@ -1,0 +1,115 @@
+"""Many environments at once, other than one after another: each in a process of its own, or all in EnvPool's threads.
+
+Both keep the contract of `envs.make.make_vector`, and are made there.
+"""
+
+import contextlib
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.spaces import Box
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector.async_vector_env import _async_worker
+from gymnasium.vector.utils import batch_space
+
+from common.errors import InputError, RunError
+
+Array = npt.NDArray[Any]
+Step = tuple[Array, Array, Array, Array, dict[str, Any]]
+
+# EnvPool's environments that were measured to be Gymnasium's (bench/compare_envpool.py, docs/environments.md).
+ENVPOOL_IDS = tuple(
+    f"{name}-{version}"
+    for name in ("Ant", "HalfCheetah", "Hopper", "InvertedPendulum", "Swimmer", "Walker2d")
+    for version in ("v4", "v5")
+)
+
+
+def refuse_non_finite(actions: Array) -> None:
+    """Raise RunError if `actions` are not finite: a simulator would go on with them, or write files of its own."""
+    if not np.isfinite(actions).all():
+        raise RunError("the policy gives non-finite actions: try a smaller learning rate or reward scale")
+
+
+class Processes(AsyncVectorEnv[Array, Array]):
+    """Gymnasium's AsyncVectorEnv without autoreset: `env_fns` each in a process, which ends with this one."""
+
+    def __init__(self, env_fns: list[Any]) -> None:
+        super().__init__(env_fns, worker=_work, autoreset_mode=AutoresetMode.DISABLED)
+
+    def step(self, actions: Array) -> Step:
+        refuse_non_finite(actions)  # here, because an error in a worker comes with its traceback
+        try:
+            return super().step(actions)
+        except (EOFError, ConnectionError):
+            self.closed = True  # or Gymnasium would wait for its answer; the other processes end with this one
+            raise RunError(
+                "the process of an environment was killed (is there enough memory for all of them?): "
+                "the same command goes on from the last checkpoint"
+            ) from None
+
+
+def _work(*args: Any) -> None:
+    os.setpgrp()  # Ctrl-C reaches a terminal's whole process group, but the run still has a checkpoint to make
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent was killed: end without a word
+        _async_worker(*args)
+
+
+class EnvPool(VectorEnv[Array, Array, Array]):
+    """EnvPool's environment `env_id`, `num_envs` times: float32 obs [num_envs, obs_dim], actions in [-1, 1].
+
+    Begin with `reset(seed=[...])`. Equal seeds give equal runs, on any number of threads, but other episodes than
+    Gymnasium's. Raises InputError where EnvPool is not installed, or the id is not one of ENVPOOL_IDS.
+    """
+
+    def __init__(self, env_id: str, num_envs: int) -> None:
+        if env_id not in ENVPOOL_IDS:
+            raise InputError(
+                f"{env_id} was not found equal in EnvPool and Gymnasium: give --vectorizer sync or async.\n"
+                f"EnvPool is offered for {', '.join(ENVPOOL_IDS)}."
+            )
+        try:
+            self._make = importlib.import_module("envpool").make_gymnasium
+        except ImportError:
+            raise InputError("--vectorizer envpool needs EnvPool: pip install envpool==1.2.5") from None
+        self.num_envs, self._env_id = num_envs, env_id
+        spec = importlib.import_module("envpool").make_spec(env_id)
+        box = spec.gymnasium_action_space
+        self._low, self._high = box.low, box.high
+        self.single_action_space = Box(-1.0, 1.0, box.shape, np.float32)
+        self.single_observation_space = Box(-np.inf, np.inf, spec.gymnasium_observation_space.shape, np.float32)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self._obs = np.zeros(self.observation_space.shape or (), np.float32)
+        self._dones = np.zeros(num_envs, bool)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Begin new episodes: in all environments, or in those of `options["reset_mask"]`, bool [num_envs].
+
+        With `seed`, a list of one in [0, 2³²) for each environment, everything random begins anew.
+        """
+        if seed is not None:  # EnvPool takes seeds at construction only, of 31 bits
+            self._pool = self._make(self._env_id, num_envs=self.num_envs, seed=[each >> 1 for each in seed])
+            self._seeds, self._steps = list(seed), 0
+        mask = options["reset_mask"] if options else np.ones(self.num_envs, bool)
+        self._obs = self._obs.copy()
+        self._obs[mask] = self._pool.reset(np.flatnonzero(mask).astype(np.int32))[0]
+        self._dones = self._dones & ~mask
+        return self._obs.copy(), {}
+
+    def step(self, actions: Array) -> Step:
+        refuse_non_finite(actions)
+        # EnvPool would take this step to reset them, unasked, and lose the action.
+        assert not self._dones.any(), f"reset first what has ended: {np.flatnonzero(self._dones)}"
+        own = self._low + (actions.astype(np.float64) + 1.0) / 2.0 * (self._high - self._low)
+        obs, rewards, terminations, truncations, _ = self._pool.step(own)
+        self._obs, self._dones, self._steps = obs.astype(np.float32), terminations | truncations, self._steps + 1
+        return self._obs.copy(), rewards.astype(np.float64), terminations, truncations, {}
+
+    def next_seeds(self) -> list[int]:
+        """A seed for each environment to begin anew with when a run goes on from here: not the first episodes again."""
+        streams = [np.random.SeedSequence([seed, self._steps]) for seed in self._seeds]
+        return [int(stream.generate_state(1)[0]) for stream in streams]
