@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 import envs.state
+import envs.vector
 from algos import sac
 from common.networks import Adam
 from common.run import command_line
 
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (envs.state.ExactState, "step"),
+    "async step": (envs.vector.Processes, "step"),
     "update": (Adam, "descend"),
     "evaluation": (sac, "evaluate"),
     "torch.save": (torch, "save"),

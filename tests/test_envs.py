@@ -227,33 +227,6 @@ def test_seeds() -> None:
         make_vector("Pendulum-v1", 0, seed=0)
 
 
-def test_vector_environment_keeps_every_transition_and_joins_none() -> None:
-    """Three side by side give what three alone give; Hopper falls, and the time limit cuts, at different steps."""
-    n, steps, env_id = 3, 1300, "Hopper-v4"
-    actions = np.random.default_rng(0).uniform(-1, 1, (steps, n, 3)).astype(np.float32)
-    actions[:, 2] = 0  # stands for a while
-    envs = make_vector(env_id, n, seed=4)
-    obs, _ = envs.reset()
-    got: list[list[tuple[bytes, ...]]] = [[] for _ in range(n)]
-    for action in actions:
-        next_obs, rewards, terminations, truncations, _ = envs.step(action)
-        for i in range(n):
-            transition = (obs[i], next_obs[i], rewards[i], terminations[i], truncations[i])
-            got[i].append(tuple(np.asarray(part).tobytes() for part in transition))
-        dones = terminations | truncations
-        obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
-    for i, seed in enumerate(seeds(4, "training", n)):
-        env = make(env_id)
-        env.reset(seed=seed)
-        obs, _ = env.reset()
-        for t in range(steps):
-            next_obs, reward, termination, truncation, _ = env.step(actions[t, i])
-            parts = (obs, next_obs, np.float64(reward), np.bool_(termination), np.bool_(truncation))
-            assert got[i][t] == tuple(part.tobytes() for part in parts)
-            obs = env.reset()[0] if termination or truncation else next_obs
-    assert sum(transition[3] == b"\1" for episode in got for transition in episode) > 30
-
-
 def test_time_limit_truncates_and_failure_terminates() -> None:
     env = make("HalfCheetah-v4", max_episode_steps=4)
     env.reset(seed=0)

@@ -1,5 +1,6 @@
 """The promise: killed at any instant and started again, a run ends bit for bit as if it had never been stopped."""
 
+import os
 import random
 import signal
 import subprocess
@@ -48,14 +49,20 @@ def test_twenty_kills_at_random_instants(tmp_path: Path, capsys: pytest.CaptureF
         sys.stderr.write(f"\n20 kills, checkpoint before each at step {steps}; equal bit for bit\n")
 
 
-@pytest.mark.parametrize(("env", "num_envs"), [("Pendulum-v1", 1), ("Hopper-v4", 2)])
-def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(tmp_path: Path, env: str, num_envs: int):
+@pytest.mark.parametrize(
+    ("env", "num_envs", "vectorizer"),
+    [("Pendulum-v1", 1, "sync"), ("Hopper-v4", 2, "sync"), ("Hopper-v4", 2, "async")],
+)
+def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
+    tmp_path: Path, env: str, num_envs: int, vectorizer: str
+):
     """One run, killed in each of these places in turn; in a checkpoint at each of its writes, and at the rename."""
-    arguments = {"env": env, "num_envs": num_envs, "total_steps": 1_500}
+    arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": 1_500}
     assert command(*flags(**arguments, run_dir=tmp_path / "undisturbed")).returncode == 0
     run_dir = tmp_path / "killed"
-    places = [("step", 500), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
-    places += [("torch.save", 1), ("rename", 1), ("rename", 2), ("step", 133), ("update", 222), ("evaluation", 2)]
+    step, early, late = ("async step", 150, 33) if vectorizer == "async" else ("step", 500, 133)
+    places = [(step, early), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
+    places += [("torch.save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
     for place, n in places:
         line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), place, str(n), *flags(**arguments, run_dir=run_dir)]
         result = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
@@ -64,15 +71,20 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(tmp_path: 
     assert_same_run(run_dir, tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path, number: int, status: int):
-    arguments = {"checkpoint_every": 100_000, "total_steps": 2_000}
+@pytest.mark.parametrize(
+    ("number", "status", "vectorizer"),
+    [(signal.SIGINT, 130, "sync"), (signal.SIGINT, 130, "async"), (signal.SIGTERM, 143, "sync")],
+)
+def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
+    tmp_path: Path, number: int, status: int, vectorizer: str
+):
+    arguments = {"checkpoint_every": 100_000, "total_steps": 2_000, "vectorizer": vectorizer}
     assert command(*flags(**arguments, run_dir=tmp_path / "undisturbed")).returncode == 0
     line = [sys.executable, str(ROOT / "algos" / "sac.py"), *flags(**arguments, run_dir=tmp_path / "stopped")]
-    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, start_new_session=True)
     for said in process.stderr:
         if said.startswith("step 400:"):
-            process.send_signal(number)
+            os.killpg(process.pid, number)  # as a terminal does: to all processes of the command
             break
     rest = process.stderr.read()
     assert process.wait() == status
