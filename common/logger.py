@@ -68,6 +68,11 @@ class Logger:
             "finished": [list(episode) for episode in self._finished],
         }
 
+    def count_anew(self, episodes: list[bool]) -> None:
+        """Forgets the episodes under way where [num_envs] is True: they were given up, and others begun."""
+        self._returns[episodes] = 0.0
+        self._lengths[episodes] = 0
+
     def count(self, rewards: NDArray[np.float64], dones: NDArray[np.bool_]) -> None:
         """One step of every environment: rewards [num_envs], dones [num_envs] (terminated or truncated)."""
         self.step += len(rewards)

@@ -129,9 +129,10 @@ class Run:
         return step // every > (step - self.args.num_envs) // every or step >= self.args.total_steps
 
     def warn_inexact(self, exact: list[bool]) -> None:
-        """Says so where the environments could not be brought back to the very state that was saved."""
+        """Says so, and counts anew, where an environment [num_envs] is not back in the very state that was saved."""
         if all(exact):
             return
+        self.logger.count_anew([not each for each in exact])
         if self.args.vectorizer == "envpool":
             cause = "EnvPool cannot save the state of its environments: they begin new episodes here"
         else:
@@ -177,7 +178,9 @@ class Run:
             return
         try:
             made_by = json.loads(config.read_text())
-            before = made_by["arguments"] | {"algorithm": made_by["algo"]}
+            # An argument that did not exist yet did what its default does.
+            defaults = {field.name: field.default for field in dataclasses.fields(self.args)}
+            before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{config} is damaged: delete {self.folder} to start afresh") from None
         now = self.config["arguments"] | {"algorithm": self.config["algo"]}

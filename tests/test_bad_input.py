@@ -87,6 +87,8 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
         (["--env", "HalfCheeta-v4"], ["HalfCheeta-v4", "HalfCheetah-v4"]),
         (["--env", "CartPole-v1"], ["CartPole-v1", "Discrete"]),
         (["--env", "no_such_module:Env-v0"], ["no_such_module"]),
+        (["--vectorizer", "threads"], ["--vectorizer", "'sync', 'async', 'envpool'"]),
+        (["--vectorizer", "envpool", "--env", "Humanoid-v4"], ["Humanoid-v4", "--vectorizer sync", "Hopper-v4"]),
         (["--buffer-size", "1000000000000"], ["GB", "--buffer-size"]),
         (["--run-dir", "/proc/no/such"], ["/proc/no/such", "--run-dir"]),
         (["--run-dir", "/dev/null"], ["/dev/null", "--run-dir"]),

@@ -126,3 +126,11 @@ def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: P
     logger.log({"a": 1.0})
     assert calls[2][0] == 3
     assert calls[2][1]["a"] == 1.0
+
+
+def test_an_episode_given_up_is_counted_anew(tmp_path: Path):
+    logger = Logger(tmp_path, 100, 2, None)
+    logger.count(np.array([5.0, 5.0]), np.array([False, False]))
+    logger.count_anew([True, False])
+    logger.count(np.array([1.0, 1.0]), np.array([True, True]))
+    assert logger.state()["finished"] == [[1.0, 1], [6.0, 2]]

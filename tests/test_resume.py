@@ -1,5 +1,6 @@
 """The promise: killed at any instant and started again, a run ends bit for bit as if it had never been stopped."""
 
+import json
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from conftest import ROOT, command, final_state, flags, replay_bytes, same
 
 from algos import sac
 from common import checkpoint
+from common.errors import InputError
 
 
 def assert_same_run(killed: Path, undisturbed: Path) -> None:
@@ -104,6 +106,19 @@ def test_a_finished_run_says_so_and_ends_with_0(small, capsys: pytest.CaptureFix
     assert stop.value.code == 0
     assert "finished (400 steps)" in capsys.readouterr().err
     assert (small().run_dir / "evaluations.csv").read_bytes() == before
+
+
+def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small, capsys: pytest.CaptureFixture[str]):
+    sac.train(small())
+    path = small().run_dir / "config.json"
+    config = json.loads(path.read_text())
+    del config["arguments"]["vectorizer"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="vectorizer \\(sync there, async here\\)"):
+        sac.train(small(vectorizer="async"))
+    with pytest.raises(SystemExit, match="0"):
+        sac.train(small())
+    assert "finished (400 steps)" in capsys.readouterr().err
 
 
 def test_logs_are_cut_back_to_the_checkpoint(tmp_path: Path):
