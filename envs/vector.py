@@ -6,6 +6,7 @@ Both keep the contract of `envs.make.make_vector`, and are made there.
 import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,21 @@ class Processes(AsyncVectorEnv[Array, Array]):
 
     def step(self, actions: Array) -> Step:
         refuse_non_finite(actions)  # here, because an error in a worker comes with its traceback
-        try:
+        with self._alive():
             return super().step(actions)
+
+    def reset(self, **kwargs: Any) -> tuple[Array, dict[str, Any]]:
+        with self._alive():
+            return super().reset(**kwargs)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        with self._alive():
+            return super().call(name, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            yield
         except (EOFError, ConnectionError):
             self.closed = True  # or Gymnasium would wait for its answer; the other processes end with this one
             raise RunError(

@@ -17,6 +17,7 @@ from gymnasium.spaces import Box
 from algos import sac
 from common.errors import RunError
 from envs.make import make, make_vector, seeds
+from envs.state import get_states
 
 START = "from envs.make import make_vector; envs = make_vector('Pendulum-v1', 3, 0, vectorizer='async'); envs.reset()\n"
 
@@ -90,17 +91,26 @@ def test_terminations_and_truncations_arrive_apart(vectorizer: Any) -> None:
     envs.close()
 
 
-def test_non_finite_actions_and_a_killed_process_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_actions_end_the_run_before_they_reach_a_process() -> None:
     envs = make_vector("Pendulum-v1", 2, seed=0, vectorizer="async")
     envs.reset()
     with pytest.raises(RunError, match="non-finite actions"):
         envs.step(np.array([[0.0], [np.nan]], np.float32))
     envs.step(np.zeros((2, 1), np.float32))
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    "use", [lambda envs: envs.step(np.zeros((2, 1), np.float32)), lambda envs: envs.reset(), get_states]
+)
+def test_a_killed_process_ends_the_run(use: Callable[[Any], Any], capfd: pytest.CaptureFixture[str]) -> None:
+    envs = make_vector("Pendulum-v1", 2, seed=0, vectorizer="async")
+    envs.reset()
     worker = envs.processes[0]  # type: ignore[attr-defined]
     worker.kill()
     worker.join()
     with pytest.raises(RunError, match="the process of an environment was killed"):
-        envs.step(np.zeros((2, 1), np.float32))
+        use(envs)
     del envs
     assert capfd.readouterr().err == ""
 
