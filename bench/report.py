@@ -108,10 +108,12 @@ def speed_table() -> str:
             rates[row["contender"]].append(float(row["steps_per_second"]))
         median = {name: statistics.median(values) for name, values in rates.items()}
         ratio = {n: statistics.median(a / b for a, b in zip(rates["ours"], rates[n], strict=True)) for n in rates}
-        update = float(facts["our update alone in ms"]) * median["floor"] / 1000
+        update = "-"
+        if "floor" in median:
+            update = f"{float(facts['our update alone in ms']) * median['floor'] / 1000:.2f}"
         lines.append(
             f"| {facts['algorithm']} | {median['ours']:.0f} | {median['sb3']:.0f} | {median['sbx']:.0f} "
-            f"| {ratio['sb3']:.2f} | {ratio['sbx']:.2f} | {update:.2f} |"
+            f"| {ratio['sb3']:.2f} | {ratio['sbx']:.2f} | {update} |"
         )
     return "\n".join(lines)
 

@@ -33,7 +33,7 @@ from bench.step_counter import counted
 ROOT = Path(__file__).resolve().parents[1]
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
-WARM_STEPS = 300  # on top of the random ones: whatever is compiled is compiled at the first updates
+ROLLOUT = 2048  # PPO's steps of a round, of all environments together
 FLOOR_WARM_UPDATES = 100
 WARM_UP_TIMEOUT = 900.0
 QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
@@ -47,19 +47,46 @@ class Algorithm:
     ours: tuple[str, ...]
     peers: dict[str, str]
     peer_arguments: dict[str, Any]
+    warm_steps: int  # whatever is compiled is compiled by then
+    has_floor: bool = True
 
 
+OFF_POLICY = {
+    "learning_starts": LEARNING_STARTS,
+    "batch_size": 256,
+    "train_freq": 1,
+    "gradient_steps": -1,  # as many updates as environment steps, however many environments there are
+}
 ALGORITHMS = {
     "sac": Algorithm(
         ours=("algos/sac.py", "--learning-starts", str(LEARNING_STARTS)),
         peers={"sb3": "stable_baselines3:SAC", "sbx": "sbx:SAC"},
-        peer_arguments={
-            "learning_starts": LEARNING_STARTS,
-            "batch_size": 256,
-            "train_freq": 1,
-            "gradient_steps": -1,  # as many updates as environment steps, however many environments there are
-            "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2},
-        },
+        peer_arguments=OFF_POLICY | {"policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
+        warm_steps=LEARNING_STARTS + 300,
+    ),
+    "td3": Algorithm(
+        ours=("algos/td3.py", "--learning-starts", str(LEARNING_STARTS)),
+        peers={"sb3": "stable_baselines3:TD3", "sbx": "sbx:TD3"},
+        peer_arguments=OFF_POLICY | {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
+        warm_steps=LEARNING_STARTS + 300,
+        has_floor=False,
+    ),
+    "ppo": Algorithm(
+        ours=(
+            "algos/ppo.py",
+            "--rollout-steps",
+            str(ROLLOUT),
+            "--minibatch-size",
+            "64",
+            "--epochs",
+            "10",
+            "--normalize-advantages",
+            "--no-recompute-advantages",
+        ),
+        peers={"sb3": "stable_baselines3:PPO", "sbx": "sbx:PPO"},
+        peer_arguments={"n_steps": ROLLOUT, "batch_size": 64, "n_epochs": 10, "policy_kwargs": {"net_arch": [64, 64]}},
+        warm_steps=3 * ROLLOUT,
+        has_floor=False,
     ),
 }
 
@@ -68,7 +95,7 @@ ALGORITHMS = {
 class Args:
     """What is measured, and for how long."""
 
-    algo: Literal["sac"] = "sac"
+    algo: Literal["sac", "td3", "ppo"] = "sac"
     """The algorithm."""
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers."""
@@ -99,15 +126,17 @@ def commands(args: Args, run_dir: Path) -> dict[str, list[str]]:
     algorithm, env_id = ALGORITHMS[args.algo], counted(args.env)
     ours = shlex.split(args.ours) if args.ours else [sys.executable, *algorithm.ours]
     ours += ["--env", env_id, "--total-steps", str(FOREVER), "--eval-every", str(FOREVER)]
-    ours += ["--run-dir", str(run_dir), "--seed", "0"]
-    if args.num_envs > 1:
-        ours += ["--num-envs", str(args.num_envs)]
-    arguments = json.dumps(algorithm.peer_arguments)
+    ours += ["--run-dir", str(run_dir), "--seed", "0", "--num-envs", str(args.num_envs)]
+    theirs = dict(algorithm.peer_arguments)
+    if "n_steps" in theirs:  # theirs are those of each environment
+        theirs["n_steps"] //= args.num_envs
+    arguments = json.dumps(theirs)
     peers: dict[str, list[str]] = {
         peer: [str(args.peers_python), "bench/peer.py", algorithm.peers[peer], env_id, str(args.num_envs), arguments]
         for peer in args.peers
     }
-    return {"ours": ours, **peers, "floor": [sys.executable, "bench/floor.py", args.algo, env_id]}
+    floor = {"floor": [sys.executable, "bench/floor.py", args.algo, env_id]} if algorithm.has_floor else {}
+    return {"ours": ours, **peers, **floor}
 
 
 def versions(python: str | Path) -> str:
@@ -191,18 +220,20 @@ def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
         others = spread([s.cores_of_others for s in by_name[name]], 2)
         lines.append(f"{name:8}{spread(rate[name], 1):>24}{cores:>20}{others:>20}")
     lines.append("")
-    for name in names[1:-1]:
+    for name in (name for name in names if name in ("sb3", "sbx")):
         ratios = [ours / theirs for ours, theirs in zip(rate["ours"], rate[name], strict=True)]
         lines.append(f"ours / {name}: {spread(ratios, 2)} times as many steps/s")
-    floor_ms = [1000 / r for r in rate["floor"]]
-    above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
-    lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
-    lines.append(f"ours / floor: {spread(above, 2)}, whole environment step with one update")
-    if updates:
-        alone = f"{statistics.median(updates):.2f} ms, {statistics.median(updates) / statistics.median(floor_ms):.2f}"
-        lines.append(f"our update alone: {alone} floors (median of {len(updates)} log intervals)")
-    else:
-        lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
+    if "floor" in rate:
+        floor_ms = [1000 / r for r in rate["floor"]]
+        above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
+        lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
+        lines.append(f"ours / floor: {spread(above, 2)}, whole environment step with one update")
+        if updates:
+            alone = statistics.median(updates)
+            times = f"{alone:.2f} ms, {alone / statistics.median(floor_ms):.2f} floors"
+            lines.append(f"our update alone: {times} (median of {len(updates)} log intervals)")
+        else:
+            lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
     disturbed = statistics.median(s.cores_of_others for slices in rounds for s in slices)
     if disturbed > QUIET:
         lines.append(f"NOT TO BE CITED: other work took {disturbed:.2f} cores meanwhile; repeat on a quiet machine")
@@ -223,7 +254,7 @@ def main(args: Args) -> None:
     with contest() as (contenders, folder):
         metrics = folder / "run" / "metrics.csv"
         for name, command in commands(args, folder / "run").items():
-            warm = FLOOR_WARM_UPDATES if name == "floor" else LEARNING_STARTS + WARM_STEPS
+            warm = FLOOR_WARM_UPDATES if name == "floor" else ALGORITHMS[args.algo].warm_steps
             # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
             needs = {"learns": partial(has_losses, metrics)} if name == "ours" else {}
             contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT, **needs))

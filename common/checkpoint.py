@@ -1,6 +1,7 @@
 """The state of everything that has one, and files that are either whole or not there."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -34,7 +35,7 @@ def state_of(agent: object) -> dict[str, Any]:
             state[name] = value.detach()
         elif isinstance(value, (np.ndarray, int | float)):
             state[name] = value
-        elif not (isinstance(value, _CONSTANTS) or callable(value)):
+        elif not (isinstance(value, _CONSTANTS) or dataclasses.is_dataclass(value) or callable(value)):
             raise TypeError(f"{type(agent).__name__}.{name}: a checkpoint cannot hold a {type(value).__name__}")
     return state
 

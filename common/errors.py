@@ -1,5 +1,10 @@
 """The two ways a command ends badly. `common.run.command_line` turns them into one message and an exit status."""
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 
 class InputError(Exception):
     """What the user gave cannot work (a flag, an id, a file, a folder). Exit status 2; the message names the cure."""
@@ -7,3 +12,13 @@ class InputError(Exception):
 
 class RunError(Exception):
     """The run itself failed (a non-finite loss, a full disk). Exit status 1; the message says where and what to do."""
+
+
+def require_finite(first: int, **parts: NDArray[Any]) -> None:
+    """Raises RunError where one of these parts of transitions, of which the first is number `first`, is not finite."""
+    bad = [name for name, part in parts.items() if not np.isfinite(part).all()]
+    if bad:
+        raise RunError(
+            f"the environment gave non-finite {' and '.join(bad)} in transition {first:,}: "
+            "see whether it diverges (actions, time step), or give another --env or --seed"
+        )

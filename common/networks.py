@@ -4,12 +4,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.onednn import relu_network
+from common.onednn import Activation, network
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -32,23 +33,35 @@ class EnsembleLinear(nn.Module):
 
 
 class MLP(nn.Sequential):
-    """Linear or ensemble linear layers with a ReLU between each two; on the CPU computed by `common.onednn`."""
+    """Linear or ensemble linear layers, activations between; on the CPU computed by `common.onednn`."""
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, activation: Activation, *layers: nn.Module) -> None:
         super().__init__(*layers)
+        self.activation: Activation = activation
         self._parameter_list = list(self.parameters())  # walking the layers at every call would take longer
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
         if inputs.device.type == "cpu" and not torch.compiler.is_compiling():
-            return relu_network(inputs, *self._parameter_list)
+            return network(self.activation, inputs, *self._parameter_list)
         for layer in self:
             inputs = layer(inputs)
         return inputs
 
+    def member(self, index: int, inputs: Tensor) -> Tensor:
+        """What one network of the ensemble alone gives: [batch, inputs] to [batch, outputs]."""
+        parameters = [parameter[index] for parameter in self._parameter_list]
+        if inputs.device.type == "cpu" and not torch.compiler.is_compiling():
+            return network(self.activation, inputs, *parameters)
+        for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
+            inputs = getattr(torch, self.activation)(F.linear(inputs, weight, bias))
+        return F.linear(inputs, *parameters[-2:])
 
-def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None) -> MLP:
-    """ReLU network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given.
+
+def mlp(
+    sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None, activation: Activation = "relu"
+) -> MLP:
+    """Network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given.
 
     Weights and biases start as PyTorch's own do, uniform within ±1 / √inputs, but from the generator given.
     """
@@ -62,8 +75,8 @@ def mlp(sizes: Sequence[int], generator: torch.Generator, ensemble: int | None =
         bound = 1.0 / math.sqrt(inputs)
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
-        layers += [layer, nn.ReLU(inplace=True)]
-    return MLP(*layers[:-1])
+        layers += [layer, nn.ReLU() if activation == "relu" else nn.Tanh()]
+    return MLP(activation, *layers[:-1])
 
 
 class TanhGaussian:
@@ -114,29 +127,42 @@ class Adam(torch.optim.Adam):
     the same bit for bit, and so is the form of its state.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, lr, fused=True)
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8) -> None:
+        super().__init__(parameters, lr, eps=eps, fused=True)
         for parameter in self.param_groups[0]["params"]:
-            step = torch.zeros((), device=parameter.device)
-            self.state[parameter] = {"step": step, "exp_avg": torch.zeros_like(parameter)}
-            self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+            self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
+            self.state[parameter] |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        self._share_step()
+
+    def _share_step(self) -> None:
+        self.step_count = next(iter(self.state.values()))["step"]
+        for state in self.state.values():
+            state["step"] = self.step_count
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share_step()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # it cannot trace the fused kernel called like this
-    def descend(self, loss: Tensor) -> None:
+    def descend(self, loss: Tensor, max_gradient_norm: float | None = None) -> None:
         """One step down the gradient of `loss`, in this optimiser's parameters and in no others.
 
         A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
+        A gradient, that of all parameters together, longer than `max_gradient_norm` is scaled down to it.
         """
         group = self.param_groups[0]
         parameters, (beta1, beta2) = group["params"], group["betas"]
         # The fused kernel reads memory in order: a transposed gradient would move the wrong weights.
         gradients = [gradient.contiguous() for gradient in torch.autograd.grad(loss, parameters)]
+        if max_gradient_norm is not None:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            torch._foreach_mul_(gradients, (max_gradient_norm / (norm + 1e-6)).clamp(max=1.0))
         state = [self.state[parameter] for parameter in parameters]
-        steps, means, squares = ([s[name] for s in state] for name in ("step", "exp_avg", "exp_avg_sq"))
+        means, squares = ([s[name] for s in state] for name in ("exp_avg", "exp_avg_sq"))
         with torch.no_grad():
-            torch._foreach_add_(steps, 1)
+            self.step_count += 1
             torch._fused_adam_(
-                parameters, gradients, means, squares, [], steps,
+                parameters, gradients, means, squares, [], [self.step_count] * len(parameters),
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
                 weight_decay=0.0, amsgrad=False, maximize=False,
             )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from common.errors import InputError, RunError
+from common.errors import InputError, require_finite
 
 
 class Batch(NamedTuple):
@@ -79,11 +79,7 @@ class ReplayBuffer:
                 raise InputError(f"{name} has shape {part.shape}, the replay buffer needs {(n, width)}")
         rows = np.concatenate([part.reshape(n, -1) for part in parts], axis=1)
         if not np.isfinite(rows).all():
-            bad = [name for name, part in zip(Batch._fields, parts, strict=True) if not np.isfinite(part).all()]
-            raise RunError(
-                f"the environment gave non-finite {' and '.join(bad)} in transition {self.added:,}: "
-                "see whether it diverges (actions, time step), or give another --env or --seed"
-            )
+            require_finite(self.added, **dict(zip(Batch._fields, parts, strict=True)))
         self.rows.index_copy_(0, self._ring(self.added, self.added + n), torch.from_numpy(rows).to(self.device))
         self.added += n
 

@@ -28,7 +28,10 @@ from common.logger import Logger, start_wandb
 from common.replay_buffer import ReplayBuffer
 
 MAY_DIFFER = ("run_dir", "track")  # arguments that change where a run is written, not what it computes
-MAY_BE_ZERO = ("seed", "learning_starts")
+MAY_BE_ZERO = (
+    "seed", "learning_starts", "entropy_coefficient", "gae_lambda", "exploration_noise", "target_noise",
+    "target_noise_clip",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -69,16 +72,22 @@ class RunArgs:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_ZERO):
                     raise InputError(f"{flag} is {value}: give a number above 0")
-                if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau"):
+                if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau", "gae_lambda"):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")
 
 
 class Run:
     """The folder of a run and what happens in it. Nothing is written before `open`, so bad input leaves no trace."""
 
-    def __init__(self, algo: str, args: RunArgs) -> None:
-        """Raises InputError where the folder belongs to other arguments; exits with 0 where the run is finished."""
-        self.args = args
+    def __init__(self, algo: str, args: RunArgs, steps_between: int | None = None) -> None:
+        """`steps_between`: environment steps from one call of `due` or `save_if_due` to the next; num_envs if None.
+
+        Raises InputError where the folder belongs to other arguments; exits with 0 where the run is finished.
+        """
+        self.args, self.steps_between = args, steps_between or args.num_envs
+        # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower:
+        # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
+        torch.set_flush_denormal(True)
         self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.env)}__{args.seed}"
         self.folder = args.run_dir or Path("runs") / self.name
         self.device = _device(args.device)
@@ -124,9 +133,9 @@ class Run:
         return self.logger.step
 
     def due(self, every: int) -> bool:
-        """Whether a multiple of `every` was reached by the last step of all environments, or the end."""
+        """Whether a multiple of `every` was reached since the loop's last turn, or the end."""
         step = self.step
-        return step // every > (step - self.args.num_envs) // every or step >= self.args.total_steps
+        return step // every > (step - self.steps_between) // every or step >= self.args.total_steps
 
     def warn_inexact(self, exact: list[bool]) -> None:
         """Says so, and counts anew, where an environment [num_envs] is not back in the very state that was saved."""

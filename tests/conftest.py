@@ -1,10 +1,12 @@
 """What several test files use."""
 
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,51 +15,61 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothin
 
 import torch
 
-from algos import sac
 from common import checkpoint
+from common.run import RunArgs
 
 ROOT = Path(__file__).parents[1]
-SMALL = {
+COMMON = {
     "env": "Pendulum-v1",
     "hidden": (16, 16),
-    "batch_size": 16,
-    "learning_starts": 50,
     "total_steps": 400,
-    "buffer_size": 10_000,
     "eval_every": 200,
     "eval_episodes": 2,
     "checkpoint_every": 100,
     "device": "cpu",
 }
+OFF_POLICY = {"batch_size": 16, "learning_starts": 50, "buffer_size": 10_000}
+SMALL: dict[str, dict[str, Any]] = {
+    "sac": COMMON | OFF_POLICY,
+    "td3": COMMON | OFF_POLICY,
+    "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
+}
+every_algorithm = pytest.mark.parametrize("algo", sorted(SMALL))
+
+
+def module(algo: str) -> ModuleType:
+    return importlib.import_module(f"algos.{algo}")
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Callable[..., sac.Args]:
+def small(tmp_path: Path) -> Callable[..., RunArgs]:
     """Arguments of a run of seconds, in a folder of this test's."""
-    return lambda **changed: sac.Args(**(SMALL | {"run_dir": tmp_path / "run"} | changed))
+    return lambda algo="sac", **changed: module(algo).Args(**(SMALL[algo] | {"run_dir": tmp_path / "run"} | changed))
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
+def process_as_before() -> Iterator[None]:
+    """A run in this process leaves its signal handlers and its way with denormal numbers."""
     import signal
 
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     for number, handler in before:
         signal.signal(number, handler)
+    torch.set_flush_denormal(False)
 
 
-def flags(**arguments: Any) -> list[str]:
+def flags(algo: str = "sac", **arguments: Any) -> list[str]:
     """The command-line flags for these arguments."""
     said: list[str] = []
-    for name, value in (SMALL | arguments).items():
+    for name, value in (SMALL[algo] | arguments).items():
         said += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return said
 
 
-def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`python algos/sac.py` with these flags, to its end."""
-    line = [sys.executable, str(ROOT / "algos" / "sac.py"), *arguments]
+def command(*arguments: str, algo: str = "sac", **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python algos/<algo>.py` with these flags, to its end."""
+    line = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)
 
 

@@ -1,5 +1,6 @@
-"""Trains, and kills itself (SIGKILL) at the n-th time that it reaches a place: kill_at.py PLACE N FLAGS..."""
+"""Trains, and kills itself (SIGKILL) at the n-th time that it reaches a place: kill_at.py ALGO PLACE N FLAGS..."""
 
+import importlib
 import os
 import signal
 import sys
@@ -11,15 +12,15 @@ import torch
 
 import envs.state
 import envs.vector
-from algos import sac
 from common.networks import Adam
 from common.run import command_line
 
+algorithm = importlib.import_module(f"algos.{sys.argv[1]}")
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (envs.state.ExactState, "step"),
     "async step": (envs.vector.Processes, "step"),
     "update": (Adam, "descend"),
-    "evaluation": (sac, "evaluate"),
+    "evaluation": (algorithm, "evaluate"),
     "torch.save": (torch, "save"),
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),
@@ -42,6 +43,6 @@ def kill_at(place: str, n: int) -> None:
 
 
 if __name__ == "__main__":
-    kill_at(sys.argv[1], int(sys.argv[2]))
-    sys.argv[1:3] = []
-    command_line(sac.train, sac.Args)
+    kill_at(sys.argv[2], int(sys.argv[3]))
+    sys.argv[1:4] = []
+    command_line(algorithm.train, algorithm.Args)

@@ -13,9 +13,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command, final_state, flags, same
+from conftest import ROOT, command, every_algorithm, final_state, flags, module, same
 
-from algos import sac
 from common.run import command_line
 
 
@@ -46,15 +45,15 @@ for part in ("rewards", "obs"):
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """`python algos/sac.py FLAGS` in this process: its exit status and what it said of the failure."""
+    """`python algos/<algo>.py FLAGS` in this process: its exit status and what it said of the failure."""
 
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["sac.py", *arguments])
+    def run(*arguments: str, algo: str = "sac") -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [f"{algo}.py", *arguments])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
-            command_line(sac.train, sac.Args)
+            command_line(module(algo).train, module(algo).Args)
         said = capsys.readouterr().err
-        at = said.find("sac.py: ")
+        at = said.find(f"{algo}.py: ")
         return int(stop.value.code or 0), said[at:] if at >= 0 else said
 
     return run
@@ -68,20 +67,18 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
         assert word in result[1], result[1]
 
 
+@every_algorithm
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--total-stps", "3"], ["--total-stps", "--total-steps"]),
         (["--total-steps", "many"], ["--total-steps", "'many'"]),
-        (["--learning-starts", "5e3"], ["--learning-starts", "'5e3'"]),
         (["--device", "tpu"], ["--device", "'auto', 'cpu', 'cuda'"]),
         (["--seed"], ["--seed"]),
         (["HalfCheetah-v4"], ["HalfCheetah-v4"]),
         (["--seed", "-1"], ["--seed is -1"]),
         (["--total-steps", "0"], ["--total-steps is 0"]),
-        (["--utd", "0"], ["--utd is 0"]),
         (["--gamma", "1.5"], ["--gamma is 1.5"]),
-        (["--critic-lr", "nan"], ["--critic-lr is nan"]),
         (["--hidden", "0"], ["--hidden is (0,)"]),
         (["--hidden"], ["--hidden"]),
         (["--env", "HalfCheeta-v4"], ["HalfCheeta-v4", "HalfCheetah-v4"]),
@@ -89,14 +86,37 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
         (["--env", "no_such_module:Env-v0"], ["no_such_module"]),
         (["--vectorizer", "threads"], ["--vectorizer", "'sync', 'async', 'envpool'"]),
         (["--vectorizer", "envpool", "--env", "Humanoid-v4"], ["Humanoid-v4", "--vectorizer sync", "Hopper-v4"]),
-        (["--buffer-size", "1000000000000"], ["GB", "--buffer-size"]),
         (["--run-dir", "/proc/no/such"], ["/proc/no/such", "--run-dir"]),
         (["--run-dir", "/dev/null"], ["/dev/null", "--run-dir"]),
     ],
 )
-def test_bad_flags(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: list[str]):
+def test_bad_flags(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, arguments: list[str], named: list[str]
+):
     monkeypatch.chdir(tmp_path)
-    assert_refused(run(*arguments), 2, *named)
+    assert_refused(run(*arguments, algo=algo), 2, *named)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "arguments", "named"),
+    [
+        ("sac", ["--learning-starts", "5e3"], ["--learning-starts", "'5e3'"]),
+        ("sac", ["--utd", "0"], ["--utd is 0"]),
+        ("sac", ["--critic-lr", "nan"], ["--critic-lr is nan"]),
+        ("sac", ["--buffer-size", "1000000000000"], ["GB", "--buffer-size"]),
+        ("td3", ["--policy-delay", "0"], ["--policy-delay is 0"]),
+        ("td3", ["--target-noise", "-0.2"], ["--target-noise is -0.2"]),
+        ("ppo", ["--gae-lambda", "1.1"], ["--gae-lambda is 1.1"]),
+        ("ppo", ["--minibatch-size", "0"], ["--minibatch-size is 0"]),
+        ("ppo", ["--num-envs", "100", "--rollout-steps", "64"], ["--rollout-steps", "--num-envs"]),
+    ],
+)
+def test_bad_flags_of_one_algorithm(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, arguments: list[str], named: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(*arguments, algo=algo), 2, *named)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,18 +131,20 @@ def test_as_a_command_too(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_lists_every_flag():
-    result = command("--help")
+@every_algorithm
+def test_help_lists_every_flag(algo: str):
+    result = command("--help", algo=algo)
     assert result.returncode == 0
-    assert all(f"--{name.replace('_', '-')}" in result.stdout for name in vars(sac.Args()))
+    assert all(f"--{name.replace('_', '-')}" in result.stdout for name in vars(module(algo).Args()))
 
 
-def test_a_folder_of_other_arguments(run, tmp_path: Path):
-    folder = tmp_path / "run"
-    args = sac.Args(env="Pendulum-v1", hidden=(8,), total_steps=20, eval_episodes=1, run_dir=folder, buffer_size=100)
-    sac.train(args)
+@every_algorithm
+def test_a_folder_of_other_arguments(run, small, algo: str):
+    args = small(algo, total_steps=20)
+    folder = args.run_dir
+    module(algo).train(args)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    result = run("--env", "Pendulum-v1", "--run-dir", str(folder), "--gamma", "0.9")
+    result = run("--env", "Pendulum-v1", "--run-dir", str(folder), "--gamma", "0.9", algo=algo)
     assert_refused(result, 2, "gamma (0.99 there, 0.9 here)", "--run-dir", "delete")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -146,7 +168,7 @@ def test_a_folder_in_use(run, tmp_path: Path):
 
 def stopped_run(folder: Path) -> None:
     """A run killed after its checkpoint of step 200."""
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "update", "500", *flags(run_dir=folder)]
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "sac", "update", "500", *flags(run_dir=folder)]
     assert subprocess.run(line, capture_output=True, check=False).returncode == -signal.SIGKILL
 
 
@@ -179,17 +201,18 @@ def test_damaged_run_folders(run, tmp_path: Path, file: str, damage: str):
     assert_refused(run(*flags(run_dir=folder)), 2, "folder" if damage == "gone" else "run")
 
 
+@every_algorithm
 @pytest.mark.parametrize("part", ["rewards", "obs"])
-def test_non_finite_environment(run, tmp_path: Path, part: str):
+def test_non_finite_environment(run, tmp_path: Path, algo: str, part: str):
     Broken.steps = 0
-    arguments = flags(env=f"Broken-{part}-v0", run_dir=tmp_path / "run", eval_every=10_000, checkpoint_every=50)
-    monkey = run(*arguments)
-    assert_refused(monkey, 1, "non-finite", part, "transition")
-    assert final_state(tmp_path / "run")["buffer"]["added"] in (50, 100)  # the checkpoint before it is whole
+    arguments = {"env": f"Broken-{part}-v0", "run_dir": tmp_path / "run", "eval_every": 10_000, "checkpoint_every": 50}
+    assert_refused(run(*flags(algo, **arguments), algo=algo), 1, "non-finite", part, "transition")
+    assert final_state(tmp_path / "run")["logger"]["step"] in (50, 100)  # the checkpoint before it is whole
 
 
-def test_non_finite_loss(run, tmp_path: Path):
-    result = run(*flags(run_dir=tmp_path / "run", critic_lr=1e30))
+@pytest.mark.parametrize("algo", ["sac", "td3"])
+def test_non_finite_loss(run, tmp_path: Path, algo: str):
+    result = run(*flags(algo, run_dir=tmp_path / "run", critic_lr=1e30), algo=algo)
     assert_refused(result, 1, "non-finite actions", "learning rate")
     assert not (tmp_path / "run" / "DONE").exists()
     path = tmp_path / "run" / "checkpoint" / "state.pt"
@@ -198,16 +221,18 @@ def test_non_finite_loss(run, tmp_path: Path):
     )
 
 
+@every_algorithm
 @pytest.mark.parametrize("kilobytes", [2, 20])
-def test_a_full_disk(tmp_path: Path, kilobytes: int):
+def test_a_full_disk(tmp_path: Path, algo: str, kilobytes: int):
     """Files may not grow beyond a few kB (logs, replay rows, state): exit 1; with room, the same command goes on."""
-    line = flags(run_dir=tmp_path / "run", checkpoint_every=50)
+    line = flags(algo, run_dir=tmp_path / "run", checkpoint_every=50)
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))  # noqa: E731
-    full = command(*line, preexec_fn=limit)
-    assert_refused((full.returncode, full.stderr[full.stderr.find("sac.py: ") :]), 1, "make room")
+    full = command(*line, algo=algo, preexec_fn=limit)
+    assert_refused((full.returncode, full.stderr[full.stderr.find(f"{algo}.py: ") :]), 1, "make room")
     assert not list((tmp_path / "run").rglob("*.part"))
-    assert command(*line).returncode == 0
-    assert command(*flags(run_dir=tmp_path / "undisturbed", checkpoint_every=50)).returncode == 0
+    assert command(*line, algo=algo).returncode == 0
+    line = flags(algo, run_dir=tmp_path / "undisturbed", checkpoint_every=50)
+    assert command(*line, algo=algo).returncode == 0
     assert same(final_state(tmp_path / "run"), final_state(tmp_path / "undisturbed"))
 
 
@@ -226,18 +251,19 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
 
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "update", "500", *arguments]
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "sac", "update", "500", *arguments]
     assert subprocess.run(line, capture_output=True, env=environ, check=False).returncode == -signal.SIGKILL
     result = command(*arguments, env=environ)
     assert result.returncode == 0
     assert result.stderr.count("does not replay bit for bit") == 1
 
 
-def test_config_tells_what_made_the_run(small):
-    sac.train(small(total_steps=60))
+@every_algorithm
+def test_config_tells_what_made_the_run(small, algo: str):
+    module(algo).train(small(algo, total_steps=60))
     config = json.loads((small().run_dir / "config.json").read_text())
     assert config["arguments"]["total_steps"] == 60
-    assert config["arguments"].keys() == vars(sac.Args()).keys()
+    assert config["arguments"].keys() == vars(module(algo).Args()).keys()
     assert {"python", "torch", "gymnasium", "mujoco", "numpy"} <= config["versions"].keys()
     assert config["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
     assert config["commit"]

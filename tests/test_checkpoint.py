@@ -16,7 +16,7 @@ from common.replay_buffer import ReplayBuffer
 
 
 def agent(seed: int = 1) -> SAC:
-    return SAC(Args(**(SMALL | {"seed": seed})), 3, 2, torch.device("cpu"))
+    return SAC(Args(**(SMALL["sac"] | {"seed": seed})), 3, 2, torch.device("cpu"))
 
 
 def learn(agent: SAC, updates: int) -> None:
@@ -59,7 +59,7 @@ def test_a_later_attribute_is_saved_without_further_code():
 
 
 def test_state_of_another_shape_or_code_is_refused():
-    state = state_of(SAC(Args(**(SMALL | {"hidden": (8,)})), 3, 2, torch.device("cpu")))
+    state = state_of(SAC(Args(**(SMALL["sac"] | {"hidden": (8,)})), 3, 2, torch.device("cpu")))
     with pytest.raises(InputError, match="does not fit"):
         restore(agent(), state)
     with pytest.raises(InputError, match=r"made by other code: .*log_alpha"):

@@ -6,22 +6,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import final_state, replay_bytes, same
+from conftest import every_algorithm, final_state, module, replay_bytes, same
 
-from algos import sac
 from common.replay_buffer import ReplayBuffer
+from common.run import RunArgs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
-def test_trains_twice_the_same_and_goes_on(small: Callable[..., sac.Args], tmp_path: Path):
+@every_algorithm
+def test_trains_twice_the_same_and_goes_on(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
     """The same seed twice; and once more from the last checkpoint."""
     for name in ("a", "b"):
-        sac.train(small(device="cuda", run_dir=tmp_path / name))
+        module(algo).train(small(algo, device="cuda", run_dir=tmp_path / name))
     assert (tmp_path / "a" / "evaluations.csv").read_text() == (tmp_path / "b" / "evaluations.csv").read_text()
     assert same(final_state(tmp_path / "a")["agent"]["actor"], final_state(tmp_path / "b")["agent"]["actor"])
     (tmp_path / "b" / "DONE").unlink()
-    sac.train(small(device="cuda", run_dir=tmp_path / "b"))  # takes the last checkpoint up and is done
+    module(algo).train(small(algo, device="cuda", run_dir=tmp_path / "b"))  # takes the last checkpoint up and is done
     assert same(final_state(tmp_path / "a")["agent"]["actor"], final_state(tmp_path / "b")["agent"]["actor"])
     assert replay_bytes(tmp_path / "a") == replay_bytes(tmp_path / "b")
 

@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_begins_new_episodes(pool: Any) -> None:
 
 def test_a_stopped_run_goes_on_and_says_what_it_lost(pool: Any, tmp_path: Path) -> None:
     arguments = flags(env="Hopper-v4", num_envs=2, vectorizer="envpool", run_dir=tmp_path / "run")
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "update", "200", *arguments]
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "sac", "update", "200", *arguments]
     assert subprocess.run(line, capture_output=True, timeout=600, check=False).returncode == -signal.SIGKILL
     result = command(*arguments)
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 from statistics import NormalDist
 
 import numpy as np
@@ -190,3 +192,14 @@ def test_polyak():
     Polyak(target, online, 0.1)()
     for got, want in zip(target.parameters(), expected, strict=True):
         torch.testing.assert_close(got.data, want.data)
+
+
+def test_a_run_flushes_denormal_numbers():
+    """In every thread of PyTorch: else a long run slows down several times as its units die."""
+    code = (
+        "import torch; from common.run import Run, RunArgs\n"
+        "Run('x', RunArgs(env='Pendulum-v1'))\n"
+        "torch.set_num_threads(2)\n"
+        "assert not (torch.full((1_000_000,), 1e-38) * 0.1).any()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

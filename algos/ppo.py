@@ -1,0 +1,300 @@
+"""Proximal Policy Optimization for continuous actions.
+
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347 (equation numbers below are that
+paper's), with generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) and the details that its
+results rest on (Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization").
+
+    python algos/ppo.py --env HalfCheetah-v4
+
+Where public versions differ (docs/ppo.md has CleanRL's choices as flags):
+- 64 environments share a round of 2 048 steps, advantages are recomputed at every epoch and not normalised, V is not
+  clipped, and σ starts at 0.6: Tianshou's recipe;
+- a truncated episode bootstraps from its final observation (CleanRL counts it as terminated: `--truncation-ends`);
+- observations' statistics move between rounds only, so that the policy that learns is the one that acted;
+- actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium.spaces import flatdim
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.checkpoint import restore, state_of
+from common.errors import InputError, require_finite
+from common.evaluate import evaluate
+from common.networks import HALF_LOG_2PI, Adam, mlp
+from common.normalize import RewardScaler, RunningNormalizer
+from common.run import Run, RunArgs, command_line
+from envs.make import make, make_vector, seeds
+from envs.state import get_states, set_states
+
+Array = NDArray[np.float32]
+Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+
+
+@dataclass
+class Args(RunArgs):
+    num_envs: int = 64
+    """Environments stepped together; they share a round's steps."""
+    eval_every: int = 20_000
+    """Environment steps between evaluations, which come at the end of a round."""
+
+    # Networks
+    hidden: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers of policy and value function."""
+    initial_std: float = 0.6
+    """The policy's standard deviation at the start."""
+
+    # Learning
+    rollout_steps: int = 2_048
+    """Steps of a round, those of all environments added up."""
+    epochs: int = 10
+    """Passes over the steps of a round."""
+    minibatch_size: int = 64
+    """Steps in a gradient step."""
+    learning_rate: float = 3e-4
+    """Learning rate at the start; it falls linearly to 0."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """λ of the advantage estimate."""
+    clip: float = 0.2
+    """ε: how far the ratio of new to old probability may count."""
+    value_clip: bool = False
+    """Clip the change of the value function by ε too."""
+    value_coefficient: float = 0.25
+    """Weight of the value function's loss."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+    max_gradient_norm: float = 0.5
+    """Longer gradients, over all parameters, are scaled down to this."""
+    normalize_advantages: bool = False
+    """To mean 0 and variance 1 in every minibatch."""
+    recompute_advantages: bool = True
+    """With the present value function, at every epoch."""
+    truncation_ends: bool = False
+    """Count a truncated episode as terminated, as CleanRL does."""
+
+
+class Rollout(NamedTuple):
+    """A round's steps: obs and next_obs [steps, num_envs, obs_dim], actions [steps, num_envs, action_dim], as drawn,
+    rewards, terminations and truncations [steps, num_envs]. next_obs is the true successor where an episode ends too.
+    """
+
+    obs: Array
+    actions: Array
+    rewards: Array
+    next_obs: Array
+    terminations: NDArray[np.bool_]
+    truncations: NDArray[np.bool_]
+
+
+class Minibatch(NamedTuple):
+    obs: Tensor  # normalised
+    actions: Tensor
+    log_probs: Tensor  # of the policy that acted
+    values: Tensor  # before the round's updates
+    advantages: Tensor
+
+
+def orthogonal(net: nn.Sequential, last_gain: float, generator: torch.Generator) -> None:
+    """Orthogonal weights of gain √2, `last_gain` in the last layer; zero biases."""
+    layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else 2.0**0.5, generator=generator)
+        nn.init.zeros_(layer.bias)
+
+
+class Actor(nn.Module):
+    """π(a|s) = N(μ(s), σ²), σ the same in every state: `net` maps obs [batch, obs_dim] to μ [batch, action_dim]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim, *args.hidden, action_dim], generator, activation="tanh")
+        orthogonal(self.net, 0.01, generator)
+        self.log_std = nn.Parameter(torch.full((action_dim,), math.log(args.initial_std)))
+
+    def log_prob(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """log π(a|s) [batch] of the actions given."""
+        noise = (actions - self.net(obs)) * torch.exp(-self.log_std)
+        return -0.5 * noise.square().sum(-1) - (self.log_std + HALF_LOG_2PI).sum()
+
+    def entropy(self) -> Tensor:
+        """The Gaussian's, which is the same in every state."""
+        return (self.log_std + HALF_LOG_2PI + 0.5).sum()
+
+
+class Critic(nn.Module):
+    """V(s): obs [batch, obs_dim] to [batch]."""
+
+    def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim, *args.hidden, 1], generator, activation="tanh")
+        orthogonal(self.net, 1.0, generator)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.net(obs).squeeze(-1)
+
+
+class PPO:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        initializer = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
+        self.critic = Critic(obs_dim, args, initializer).to(device)
+        self.optimizer = Adam([*self.actor.parameters(), *self.critic.parameters()], args.learning_rate, eps=1e-5)
+        self.obs_normalizer = RunningNormalizer(obs_dim).to(device)
+        self.reward_scaler = RewardScaler(args.num_envs, args.gamma).to(device)
+        self.args, self.device = args, device
+        self.compiled_step = torch.compile(self.step) if args.compile else self.step
+
+    @torch.no_grad()
+    def act(self, obs: Array, deterministic: bool = False) -> Array:
+        """Actions [n, action_dim] for obs [n, obs_dim]: drawn, and perhaps outside of [-1, 1]; or the mean, clipped."""
+        mean = self.actor.net(self.obs_normalizer(torch.from_numpy(obs).to(self.device)))
+        if deterministic:
+            return mean.clamp(-1.0, 1.0).cpu().numpy()
+        noise = torch.randn(mean.shape, generator=self.generator, device=self.device)
+        return (mean + self.actor.log_std.exp() * noise).cpu().numpy()
+
+    def policy_loss(self, batch: Minibatch) -> tuple[Tensor, Metrics]:
+        """Clipped surrogate objective, eq. 7, to be minimised."""
+        log_ratio = self.actor.log_prob(batch.obs, batch.actions) - batch.log_probs
+        ratio, advantages = log_ratio.exp(), batch.advantages
+        if self.args.normalize_advantages:
+            std, mean = torch.std_mean(advantages)
+            advantages = (advantages - mean) / (std + 1e-8)
+        # clip(ρ, 1 - ε, 1 + ε) Â, wherever it is below ρ Â, is Â + ε |Â|.
+        surrogate, bound = advantages * ratio, advantages + self.args.clip * advantages.abs()
+        loss = -torch.minimum(surrogate, bound).mean()
+        with torch.no_grad():
+            metrics = {"losses/approximate_kl": ratio - 1.0 - log_ratio, "losses/clipped": (surrogate > bound).float()}
+        return loss, metrics | {"losses/policy": loss.detach()}
+
+    def value_loss(self, batch: Minibatch) -> tuple[Tensor, Metrics]:
+        """Squared error of V against the λ-return (eq. 9); the larger of it and that of the clipped V."""
+        returns, values = batch.advantages + batch.values, self.critic(batch.obs)
+        errors = (values - returns).square()
+        if self.args.value_clip:
+            clipped = batch.values + F.hardtanh(values - batch.values, -self.args.clip, self.args.clip)
+            errors = torch.maximum(errors, (clipped - returns).square())
+        loss = 0.5 * errors.mean()
+        return loss, {"losses/value": loss.detach()}
+
+    def step(self, batch: Minibatch) -> Metrics:
+        """One gradient step on the sum of the losses, eq. 9."""
+        policy_loss, policy_metrics = self.policy_loss(batch)
+        value_loss, value_metrics = self.value_loss(batch)
+        loss = policy_loss + self.args.value_coefficient * value_loss
+        if self.args.entropy_coefficient:
+            loss = loss - self.args.entropy_coefficient * self.actor.entropy()
+        self.optimizer.descend(loss, self.args.max_gradient_norm)
+        return policy_metrics | value_metrics
+
+    def update(self, rollout: Rollout) -> Metrics:
+        """Epochs of minibatch steps on what one round brought (the paper's algorithm 1)."""
+        dones = rollout.terminations | rollout.truncations
+        rewards = self.reward_scaler(rollout.rewards, dones)
+        obs, next_obs = (
+            self.obs_normalizer(torch.from_numpy(part).to(self.device)).flatten(0, 1)
+            for part in (rollout.obs, rollout.next_obs)
+        )
+        actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
+        with torch.no_grad():
+            log_probs = self.actor.log_prob(obs, actions)
+        terminations = dones if self.args.truncation_ends else rollout.terminations
+        metrics: Metrics = {}
+        for epoch in range(self.args.epochs):
+            if epoch == 0 or self.args.recompute_advantages:
+                with torch.no_grad():
+                    values, next_values = self.critic(obs), self.critic(next_obs)
+                old, new = (v.view(rewards.shape).cpu().numpy() for v in (values, next_values))
+                advantages = generalized_advantages(
+                    rewards, old, new, terminations, dones, self.args.gamma, self.args.gae_lambda
+                )
+            data = obs, actions, log_probs, values, torch.from_numpy(advantages).to(self.device).flatten()
+            order = torch.randperm(len(obs), generator=self.generator, device=self.device)
+            shuffled = (part[order].split(self.args.minibatch_size) for part in data)
+            for minibatch in zip(*shuffled, strict=True):
+                metrics = self.compiled_step(Minibatch(*minibatch))
+        self.obs_normalizer.update(torch.from_numpy(rollout.obs).to(self.device))
+        return metrics | {"losses/entropy": self.actor.entropy().detach()}
+
+
+def generalized_advantages(
+    rewards: Array,
+    values: Array,
+    next_values: Array,
+    terminations: NDArray[np.bool_],
+    dones: NDArray[np.bool_],
+    gamma: float,
+    gae_lambda: float,
+) -> Array:
+    """Â_t = δ_t + γλ Â_{t+1} within an episode, δ_t = r_t + γ V(s_{t+1}) - V(s_t); all [steps, num_envs].
+
+    Source: arXiv 1506.02438, eq. 16. A termination masks V(s_{t+1}); the end of an episode, of either kind, Â_{t+1}.
+    """
+    advantages = rewards + np.float32(gamma) * np.where(terminations, np.float32(0), next_values) - values
+    carried = np.where(dones, np.float32(0), np.float32(gamma * gae_lambda))
+    for t in reversed(range(len(rewards) - 1)):
+        advantages[t] += carried[t] * advantages[t + 1]
+    return advantages.astype(np.float32)
+
+
+def train(args: Args) -> None:
+    if args.rollout_steps < args.num_envs:
+        raise InputError(f"--rollout-steps is {args.rollout_steps}: give at least --num-envs, {args.num_envs}")
+    turns = -(-args.rollout_steps // args.num_envs)  # of all environments in a round
+    run = Run("ppo", args, steps_between=turns * args.num_envs)
+    envs = make_vector(args.env, args.num_envs, args.seed, vectorizer=args.vectorizer)
+    eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
+    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    agent = PPO(args, obs_dim, action_dim, run.device)
+
+    saved = run.open()
+    if saved:
+        restore(agent, saved["agent"])
+        obs, exact = set_states(envs, saved["envs"])
+        run.warn_inexact(exact)
+    else:
+        obs, _ = envs.reset()
+        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+
+    while run.step < args.total_steps:
+        agent.optimizer.param_groups[0]["lr"] = args.learning_rate * (1.0 - run.step / args.total_steps)
+
+        # Act
+        steps = []
+        with run.logger.timed("collect"):
+            for _ in range(min(turns, -(-(args.total_steps - run.step) // args.num_envs))):
+                actions = agent.act(obs)
+                next_obs, rewards, terminations, truncations, _ = envs.step(actions.clip(-1.0, 1.0))
+                require_finite(run.step, obs=next_obs, rewards=rewards)
+                steps.append((obs, actions, rewards.astype(np.float32), next_obs, terminations, truncations))
+                dones = terminations | truncations
+                run.logger.count(rewards, dones)
+                obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+
+        # Learn
+        with run.logger.timed("update"):
+            metrics = agent.update(Rollout(*map(np.stack, zip(*steps, strict=True))))
+
+        # Report
+        run.logger.log(metrics)
+        if run.due(args.eval_every):
+            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)})
+    envs.close()
+    run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

@@ -1,0 +1,71 @@
+"""Running mean and variance, and the normalisation of observations and rewards by them."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+class RunningNormalizer(nn.Module):
+    """Shifts and scales to mean 0 and variance 1 of all that `update` was shown, and clips.
+
+    Its buffers are the statistics, so that a checkpoint of a network that holds it holds them too. Before the first
+    update it only clips.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, dim: int, clip: float = 10.0) -> None:
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(dim, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """values [..., dim], float32."""
+        return ((values - self.mean.float()) * self.scale()).clamp(-self.clip, self.clip)
+
+    def scale(self) -> Tensor:
+        """One over the standard deviation, float32 [dim]."""
+        return (self.variance + 1e-8).rsqrt().float()
+
+    @torch.no_grad()
+    def update(self, values: Tensor) -> None:
+        """Adds values [..., dim] to the statistics, by the parallel formula of Chan, Golub and LeVeque 1979."""
+        values = values.reshape(-1, len(self.mean)).double()
+        count = self.count + len(values)
+        delta = values.mean(0) - self.mean
+        squares = self.variance * self.count + values.var(0, correction=0) * len(values)
+        squares += delta.square() * self.count * len(values) / count
+        self.mean += delta * len(values) / count
+        self.variance.copy_(squares / count)
+        self.count.copy_(count)
+
+
+class RewardScaler(nn.Module):
+    """Divides rewards by the running standard deviation of their discounted sum, and clips.
+
+    Source: "The 37 Implementation Details of PPO" (Huang et al. 2022), continuous control, 8 and 9.
+    """
+
+    sums: Tensor
+
+    def __init__(self, num_envs: int, gamma: float, clip: float = 10.0) -> None:
+        super().__init__()
+        self.gamma, self.clip, self.normalizer = gamma, clip, RunningNormalizer(1)
+        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
+
+    def forward(self, rewards: NDArray[np.float32], dones: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """Adds a rollout's rewards [steps, num_envs] to the statistics and scales them; a sum ends with its episode."""
+        sums, seen = self.sums.cpu().numpy(), np.empty(rewards.shape)
+        for t, reward in enumerate(rewards):
+            seen[t] = self.gamma * sums + reward
+            sums = np.where(dones[t], 0.0, seen[t])
+        self.sums.copy_(torch.from_numpy(sums))
+        self.normalizer.update(torch.from_numpy(seen).to(self.sums.device))
+        scale = self.normalizer.scale().cpu().numpy()
+        scaled: NDArray[np.float32] = (rewards * scale).clip(-self.clip, self.clip).astype(np.float32)
+        return scaled

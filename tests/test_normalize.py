@@ -1,0 +1,52 @@
+"""Running statistics against those of all data at once."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.normalize import RewardScaler, RunningNormalizer
+
+
+def test_statistics_equal_those_of_all_batches_together():
+    rng, normalizer = np.random.default_rng(0), RunningNormalizer(3)
+    batches = [rng.normal((5.0, -300.0, 0.0), (0.1, 20.0, 1.0), (n, 4, 3)) for n in (1, 7, 100, 3)]
+    for batch in batches:
+        normalizer.update(torch.from_numpy(batch))
+    together = np.concatenate(batches).reshape(-1, 3)
+    np.testing.assert_allclose(normalizer.mean, together.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(normalizer.variance, together.var(0), rtol=1e-10)
+    assert normalizer.count == len(together)
+
+
+def test_normalised_data_has_mean_0_and_variance_1_and_is_clipped():
+    values = torch.from_numpy(np.random.default_rng(1).normal(7.0, 3.0, (5_000, 2)).astype(np.float32))
+    normalizer = RunningNormalizer(2)
+    assert torch.equal(normalizer(values), values.clamp(-10, 10))  # nothing is known yet
+    normalizer.update(values)
+    np.testing.assert_allclose(normalizer(values).mean(0), [0, 0], atol=1e-4)
+    np.testing.assert_allclose(normalizer(values).std(0), [1, 1], rtol=1e-3)
+    assert normalizer(torch.full((1, 2), 1e9)).tolist() == [[10.0, 10.0]]
+    assert normalizer(values).dtype == torch.float32
+
+
+def test_many_small_updates_lose_nothing():
+    """One value at a time, far from 0, where float32 sums would be lost."""
+    values = torch.from_numpy(np.random.default_rng(2).normal(1e4, 1.0, (20_000, 1)))
+    normalizer = RunningNormalizer(1)
+    for value in values:
+        normalizer.update(value)
+    assert normalizer.variance.item() == pytest.approx(values.var(correction=0).item(), rel=1e-6)
+
+
+def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
+    """Over rollouts: the sum goes on from one to the next, and starts again where an episode ends."""
+    scaler, rng, sums, seen = RewardScaler(2, 0.9), np.random.default_rng(2), np.zeros(2), []
+    for _ in range(3):
+        rewards, dones = rng.normal(3.0, 2.0, (20, 2)).astype(np.float32), rng.random((20, 2)) < 0.1
+        got = scaler(rewards, dones)
+        for t in range(20):
+            sums = 0.9 * sums + rewards[t]
+            seen.append(sums.copy())
+            sums[dones[t]] = 0.0
+        np.testing.assert_allclose(got, rewards / np.std(seen), rtol=1e-5)
+    assert scaler(np.full((1, 2), 1e6, np.float32), np.zeros((1, 2), bool)).max() <= 10.0

@@ -1,0 +1,115 @@
+"""What SAC and TD3 share: a known answer, honest steps, a real environment."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, module
+from formulas import make_batch, parameters
+
+from common.networks import Adam
+from common.replay_buffer import ReplayBuffer
+
+off_policy = pytest.mark.parametrize("algo", ["sac", "td3"])
+
+
+def agent_class(algo: str) -> Any:
+    return getattr(module(algo), algo.upper())
+
+
+def make_agent(algo: str, **changed: Any) -> Any:
+    return agent_class(algo)(module(algo).Args(**(SMALL[algo] | changed)), 3, 2, torch.device("cpu"))
+
+
+@off_policy
+def test_critics_reach_the_values_of_a_known_mdp(algo: str):
+    """Two states that take turns for ever, reward 1 in the first; and a third that ends with reward 5.
+
+    With γ = 0.5 and no entropy: Q = 4/3, 2/3 and 5, whatever the action. A truncated episode (the first state's, in
+    half of its rows) bootstraps like any other; a terminated one does not.
+    """
+    agent = make_agent(algo, gamma=0.5, tau=0.05, critic_lr=3e-3)
+    buffer, rng, states = ReplayBuffer(600, 3, 2), np.random.default_rng(0), np.eye(3)
+    for _ in range(200):
+        actions = rng.uniform(-1, 1, (3, 2))
+        buffer.add(states, actions, [1.0, 0.0, 5.0], states[[1, 0, 0]], [0, 0, 1])
+    for _ in range(1_500):
+        if hasattr(agent, "log_alpha"):
+            agent.log_alpha.data.fill_(-30.0)  # no entropy
+        agent.update(buffer.sample(64, agent.generator))
+    batch = buffer.sample(300, agent.generator)
+    expected = batch.obs @ torch.tensor([4 / 3, 2 / 3, 5.0])
+    torch.testing.assert_close(agent.critic(batch.obs, batch.actions), expected.expand(2, -1), rtol=0, atol=0.1)
+
+
+@off_policy
+def test_actions_lie_in_the_box_and_differ_where_they_should(algo: str):
+    agent, obs = make_agent(algo), np.zeros((4, 3), np.float32)
+    uniform = agent.explore(1_000)
+    assert uniform.dtype == np.float32
+    assert abs(uniform.mean()) < 0.05
+    assert uniform.min() < -0.99
+    assert uniform.max() > 0.99
+    assert agent.act(obs).shape == (4, 2)
+    assert not np.array_equal(agent.act(obs), agent.act(obs))
+    assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
+
+
+@off_policy
+@pytest.mark.parametrize(("utd", "num_envs"), [(1, 1), (3, 1), (2, 4)])
+def test_updates_for_each_environment_step(
+    algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, utd: int, num_envs: int
+):
+    """`--utd` updates a step of each environment after the first random steps; every step is stored, none twice."""
+    updates, added = [], []
+    update, add = agent_class(algo).update, ReplayBuffer.add
+    monkeypatch.setattr(agent_class(algo), "update", lambda self, batch: updates.append(1) or update(self, batch))
+    monkeypatch.setattr(ReplayBuffer, "add", lambda self, *parts: added.append(parts) or add(self, *parts))
+    module(algo).train(small(algo, utd=utd, num_envs=num_envs, total_steps=440, learning_starts=40))
+    assert len(updates) == utd * 400
+    assert sum(len(parts[2]) for parts in added) == 440
+
+
+@off_policy
+def test_truncated_episodes_are_not_stored_as_terminated(algo: str, small: Callable[..., Any]):
+    """Pendulum only ever times out: no stored transition may cut the bootstrap."""
+    args = small(algo, total_steps=410)
+    module(algo).train(args)
+    rows = np.fromfile(next((args.run_dir / "checkpoint" / "replay").glob("*.rows")), np.float32).reshape(410, -1)
+    assert not rows[:, -1].any()
+    joined = (rows[:-1, 5:8] == rows[1:, 0:3]).all(1)  # next_obs of a row is obs of the next, but at the two ends
+    assert np.flatnonzero(~joined).tolist() == [199, 399]
+
+
+@off_policy
+def test_compiled_equals_eager(algo: str):
+    """Trap 7's other branch, and the promise of --compile: the same update to rounding.
+
+    In float64: in float32 Adam's first steps turn a gradient of mere rounding into a whole step of either sign.
+    """
+    pytest.importorskip("torch._inductor")
+    batch, agents = make_batch(16), [make_agent(algo) for _ in range(2)]
+    for agent in agents:
+        for network in [value for value in vars(agent).values() if isinstance(value, torch.nn.Module)]:
+            network.double()
+        for optimizer in [value for value in vars(agent).values() if isinstance(value, Adam)]:
+            optimizer.__init__(optimizer.param_groups[0]["params"], 1e-3)  # moments in float64 too
+    compiled = torch.compile(agents[1].update)
+    for _ in range(5):
+        agents[0].update(batch)
+        compiled(batch)
+    for (name, eager), (_, other) in zip(parameters(agents[0]), parameters(agents[1]), strict=True):
+        torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(("algo", "steps", "seed"), [("sac", 4_000, 1), ("td3", 8_000, 2)])
+def test_learns_pendulum(algo: str, steps: int, seed: int, small: Callable[..., Any]):
+    """From about -1 200 (random) to better than -250 (its best is about -150); TD3's actor moves half as often."""
+    args = small(algo, seed=seed, hidden=(64, 64), batch_size=128, total_steps=steps, learning_starts=500,
+                 eval_every=steps, eval_episodes=10, checkpoint_every=steps)  # fmt: skip
+    module(algo).train(args)
+    step, returns = np.loadtxt(args.run_dir / "evaluations.csv", delimiter=",", skiprows=1, usecols=(0, 2)).T
+    assert returns[step == 0].mean() < -800
+    assert returns[step == steps].mean() > -250

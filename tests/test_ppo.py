@@ -1,0 +1,213 @@
+"""PPO against brute force and formulas written a second time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, module
+from numpy.typing import NDArray
+
+from algos import ppo
+from algos.ppo import PPO, Args, Minibatch, generalized_advantages
+from common.checkpoint import state_of
+from common.networks import Adam
+
+Array = NDArray[np.float64]
+
+
+def make_agent(**changed: Any) -> PPO:
+    agent = PPO(Args(**(SMALL["ppo"] | changed)), 3, 2, torch.device("cpu"))
+    agent.actor.double()
+    agent.critic.double()
+    agent.optimizer = Adam([*agent.actor.parameters(), *agent.critic.parameters()], 3e-4, eps=1e-5)
+    with torch.no_grad():
+        agent.actor.log_std.copy_(torch.tensor([-0.3, 0.2]))
+        agent.actor.net[-1].weight.mul_(50.0)
+    return agent
+
+
+def make_batch(size: int = 40) -> Minibatch:
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=s) for s in ((size, 3), (size, 2), size, size, size)]
+    parts[2] -= 2.5
+    return Minibatch(*map(torch.from_numpy, parts))
+
+
+def forward(net: torch.nn.Module, inputs: Array) -> Array:
+    weights = [
+        (layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in net if hasattr(layer, "weight")
+    ]
+    for weight, bias in weights[:-1]:
+        inputs = np.tanh(inputs @ weight.T + bias)
+    return inputs @ weights[-1][0].T + weights[-1][1]
+
+
+def brute_force(rewards: Array, values: Array, next_values: Array, terminations: Array, dones: Array) -> Array:
+    """Â_t = Σ_k (γλ)^k δ_{t+k} until the episode ends, or the rollout; for each environment by itself."""
+    advantages = np.zeros_like(rewards)
+    for i in range(rewards.shape[1]):
+        for t in range(len(rewards)):
+            for k in range(len(rewards) - t):
+                u = t + k
+                bootstrap = 0.0 if terminations[u, i] else 0.9 * next_values[u, i]
+                advantages[t, i] += (0.9 * 0.8) ** k * (rewards[u, i] + bootstrap - values[u, i])
+                if dones[u, i]:
+                    break
+    return advantages
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_advantages_equal_brute_force(num_envs: int):
+    """With terminated and truncated episodes, in the middle, one after the other, and at the end of the rollout."""
+    rng = np.random.default_rng(1)
+    rewards, values, next_values = rng.normal(size=(3, 30, num_envs)).astype(np.float32)
+    terminations, truncations = np.zeros((2, 30, num_envs), bool)
+    terminations[[4, 5, 20], 0] = truncations[[9, 29], -1] = True
+    arguments = rewards, values, next_values, terminations, terminations | truncations
+    got = generalized_advantages(*arguments, gamma=0.9, gae_lambda=0.8)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, brute_force(*arguments), rtol=1e-4, atol=1e-5)
+
+
+def test_advantages_with_lambda_1_are_returns_less_values():
+    """And they bootstrap from a truncated episode's final observation, not from a terminated one's."""
+    rewards = np.ones((3, 2), np.float32)
+    values, next_values = np.full((3, 2), 0.5, np.float32), np.full((3, 2), 10.0, np.float32)
+    terminations = np.array([[0, 0], [0, 0], [1, 0]], bool)  # the first environment terminates, the second is truncated
+    dones = np.array([[0, 0], [0, 0], [1, 1]], bool)
+    got = generalized_advantages(rewards, next_values, next_values, terminations, dones, 0.5, 1.0)
+    np.testing.assert_allclose(got[:, 0] + 10.0, [1.75, 1.5, 1.0])
+    np.testing.assert_allclose(got[:, 1] + 10.0, [1.75 + 1.25, 1.5 + 2.5, 1.0 + 5.0])
+    assert values.shape == rewards.shape
+
+
+def test_log_probabilities_and_entropy_equal_the_gaussians():
+    agent, batch = make_agent(), make_batch()
+    normal = torch.distributions.Normal(agent.actor.net(batch.obs), agent.actor.log_std.exp())
+    got = agent.actor.log_prob(batch.obs, batch.actions)
+    torch.testing.assert_close(got, normal.log_prob(batch.actions).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(agent.actor.entropy().double(), normal.entropy()[0].sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize_advantages", [True, False])
+def test_policy_loss_equals_an_independent_formula(normalize_advantages: bool):
+    agent, batch = make_agent(normalize_advantages=normalize_advantages), make_batch()
+    obs, actions, old, _, advantages = (part.numpy() for part in batch)
+    std = np.exp(agent.actor.log_std.detach().numpy())
+    z = (actions - forward(agent.actor.net, obs)) / std
+    ratio = np.exp((-0.5 * z**2 - np.log(std) - 0.5 * np.log(2 * np.pi)).sum(1) - old)
+    if normalize_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.std(ddof=1) + 1e-8)
+    each = [min(a * r, a * min(max(r, 0.8), 1.2)) for a, r in zip(advantages, ratio, strict=True)]
+    loss, metrics = agent.policy_loss(batch)
+    assert loss.item() == pytest.approx(-np.mean(each), rel=1e-5)
+    bound = ((ratio < 0.8) & (advantages < 0)) | ((ratio > 1.2) & (advantages > 0))
+    assert 0.1 < bound.mean() < 0.9
+    assert metrics["losses/clipped"].mean().item() == pytest.approx(bound.mean())
+    assert metrics["losses/approximate_kl"].mean().item() == pytest.approx(np.mean(ratio - 1 - np.log(ratio)), rel=1e-4)
+
+
+@pytest.mark.parametrize("value_clip", [True, False])
+def test_value_loss_equals_an_independent_formula(value_clip: bool):
+    agent, batch = make_agent(value_clip=value_clip), make_batch()
+    obs, _, _, old, advantages = (part.numpy() for part in batch)
+    returns, values = advantages + old, forward(agent.critic.net, obs)[:, 0]
+    errors = (values - returns) ** 2
+    if value_clip:
+        near = np.clip(values, old - 0.2, old + 0.2)
+        assert (near != values).any()
+        errors = np.maximum(errors, (near - returns) ** 2)
+    assert agent.value_loss(batch)[0].item() == pytest.approx(0.5 * errors.mean(), rel=1e-5)
+
+
+def test_step_clips_the_gradient_over_all_parameters():
+    """Against torch's own clipping and Adam."""
+    agent, batch = make_agent(value_coefficient=0.5), make_batch()
+    ours = [*agent.actor.parameters(), *agent.critic.parameters()]
+    loss = agent.policy_loss(batch)[0] + 0.5 * agent.value_loss(batch)[0]
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    for copy, gradient in zip(copies, torch.autograd.grad(loss, ours), strict=True):
+        copy.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(copies, 0.5)
+    assert norm > 0.5
+    torch.optim.Adam(copies, 3e-4, eps=1e-5).step()
+    agent.step(batch)
+    for got, expected in zip(ours, copies, strict=True):
+        torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_statistics_of_observations_move_between_rounds_only(small):
+    """The policy that learns is the one that acted: every ratio is 1 before a round's first step."""
+    seen = []
+
+    class Spied(PPO):
+        def step(self, batch: Minibatch) -> ppo.Metrics:
+            metrics = super().step(batch)
+            seen.append((self.obs_normalizer.count.item(), metrics["losses/approximate_kl"].abs().max().item()))
+            return metrics
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(ppo, "PPO", Spied)
+    ppo.train(small("ppo", rollout_steps=50, epochs=4))
+    monkeypatch.undo()
+    rounds, steps = 8, 4 * 5
+    assert [count for count, _ in seen[::steps]] == [50.0 * k for k in range(rounds)]
+    assert max(kl for _, kl in seen[::steps]) < 1e-6
+    assert max(kl for _, kl in seen) > 1e-4
+
+
+def test_evaluation_uses_the_statistics_and_leaves_them(small):
+    agent = PPO(Args(**SMALL["ppo"]), 3, 1, torch.device("cpu"))
+    agent.obs_normalizer.update(torch.full((50, 3), 4.0) + torch.randn(50, 3, generator=torch.Generator()))
+    before = {k: v.clone() for k, v in agent.obs_normalizer.state_dict().items()}
+    obs = np.full((2, 3), 4.0, np.float32)
+    expected = agent.actor.net(agent.obs_normalizer(torch.from_numpy(obs))).clamp(-1, 1).detach().numpy()
+    np.testing.assert_array_equal(agent.act(obs, deterministic=True), expected)
+    assert all(torch.equal(before[k], v) for k, v in agent.obs_normalizer.state_dict().items())
+    assert {"obs_normalizer", "reward_scaler", "generator"} <= state_of(agent).keys()
+
+
+def test_learning_rate_falls_linearly(small, monkeypatch: pytest.MonkeyPatch):
+    rates, update = [], PPO.update
+    monkeypatch.setattr(
+        PPO, "update", lambda self, r: rates.append(self.optimizer.param_groups[0]["lr"]) or update(self, r)
+    )
+    ppo.train(small("ppo", total_steps=200, rollout_steps=50))
+    np.testing.assert_allclose(rates, 3e-4 * np.array([1.0, 0.75, 0.5, 0.25]))
+
+
+@pytest.mark.parametrize(("num_envs", "total_steps", "sizes"), [(1, 120, [50, 50, 20]), (4, 120, [52, 52, 16])])
+def test_steps_of_every_round(
+    small, monkeypatch: pytest.MonkeyPatch, num_envs: int, total_steps: int, sizes: list[int]
+):
+    rounds, update = [], PPO.update
+    monkeypatch.setattr(PPO, "update", lambda self, r: rounds.append(r) or update(self, r))
+    ppo.train(small("ppo", total_steps=total_steps, num_envs=num_envs, rollout_steps=50))
+    assert [r.rewards.size for r in rounds] == sizes
+    joined = np.concatenate([r.next_obs for r in rounds])[:-1] == np.concatenate([r.obs for r in rounds])[1:]
+    assert joined.all()  # Pendulum's episodes are longer: not a step is lost between rounds
+
+
+def test_truncated_episodes_bootstrap_unless_told_otherwise(small, monkeypatch: pytest.MonkeyPatch):
+    """Pendulum only ever times out, after 200 steps."""
+    masks = []
+    monkeypatch.setattr(
+        ppo, "generalized_advantages", lambda *a: masks.append((a[3].sum(), a[4].sum())) or generalized_advantages(*a)
+    )
+    for flag, expected in ((False, (0, 1)), (True, (1, 1))):
+        masks.clear()
+        ppo.train(small("ppo", truncation_ends=flag, rollout_steps=50, epochs=1, run_dir=small().run_dir / str(flag)))
+        assert masks[3] == expected
+        assert masks[0] == (0, 0)
+
+
+def test_learns_pendulum(small):
+    """From about -1 200 (random) to better than -400 in 60 000 steps."""
+    args = small("ppo", hidden=(64, 64), rollout_steps=2_048, minibatch_size=64, epochs=10, num_envs=8, gamma=0.9,
+                 normalize_advantages=True, learning_rate=1e-3, total_steps=60_000, eval_every=60_000, eval_episodes=10,
+                 checkpoint_every=60_000)  # fmt: skip
+    module("ppo").train(args)
+    step, returns = np.loadtxt(args.run_dir / "evaluations.csv", delimiter=",", skiprows=1, usecols=(0, 2)).T
+    assert returns[step == 0].mean() < -800
+    assert returns[step == step.max()].mean() > -400

@@ -1,0 +1,122 @@
+"""TD3 against formulas written a second time, and its order of updates."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, same
+from formulas import Array, forward, layers, make_batch, parameters, values
+
+from algos.td3 import TD3, Args
+from common.checkpoint import state_of
+from common.networks import Adam
+from common.replay_buffer import ReplayBuffer
+
+
+def make_agent(**changed: Any) -> TD3:
+    agent = TD3(Args(**(SMALL["td3"] | changed)), 3, 2, torch.device("cpu"))
+    for module in (agent.actor, agent.actor_target, agent.critic, agent.critic_target):
+        module.double()
+    agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
+    agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
+    with torch.no_grad():  # so that a target taken from an online network shows
+        for network in (agent.actor_target, agent.critic_target):
+            for parameter in network.parameters():
+                parameter.mul_(1.3)
+    return agent
+
+
+def policy(actor: torch.nn.Module, obs: Array) -> Array:
+    return np.tanh(forward(obs, layers(actor)))
+
+
+@pytest.mark.parametrize("critics", [1, 2, 5])
+def test_critic_loss_equals_an_independent_formula(critics: int):
+    """With noise so large that it is clipped, and the action with it."""
+    agent, batch = make_agent(critics=critics, target_noise=0.8), make_batch(40)
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch)
+    generator = torch.Generator()
+    generator.set_state(agent.generator.get_state())
+    noise = 0.8 * torch.randn(40, 2, generator=generator).double().numpy()
+    smoothed = policy(agent.actor_target, next_obs) + np.clip(noise, -0.5, 0.5)
+    assert (np.abs(noise) > 0.5).any()
+    smallest = np.min(values(agent.critic_target, next_obs, np.clip(smoothed, -1, 1), critics), axis=0)
+    target = rewards + 0.99 * (1 - terminations) * smallest
+    expected = sum(((q - target) ** 2).mean() for q in values(agent.critic, obs, actions, critics))
+    assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_target_actions_stay_in_the_box():
+    agent, seen = make_agent(target_noise=0.8), []
+    target = agent.critic_target.forward
+    agent.critic_target.forward = lambda obs, actions: seen.append(actions) or target(obs, actions)
+    with torch.no_grad():
+        agent.actor_target.net[-1].bias.fill_(3.0)  # tanh(3) = 0.995: noise would leave the box
+    agent.critic_loss(make_batch(40))
+    assert seen[0].max() == 1.0
+
+
+@pytest.mark.parametrize("critics", [1, 2, 5])
+def test_actor_loss_is_the_first_critics_value(critics: int):
+    agent, batch = make_agent(critics=critics), make_batch()
+    first = values(agent.critic, batch.obs.numpy(), policy(agent.actor, batch.obs.numpy()), critics)[0]
+    assert agent.actor_loss(batch)[0].item() == pytest.approx(-first.mean(), rel=1e-6)
+
+
+def test_actor_gradient_against_finite_differences():
+    agent, batch = make_agent(), make_batch()
+    weight = agent.actor.net[0].weight
+    gradient = torch.autograd.grad(agent.actor_loss(batch)[0], weight)[0]
+    for i, j in [(0, 0), (3, 2), (7, 1), (15, 0)]:
+        sides = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                weight[i, j] += step
+                sides.append(agent.actor_loss(batch)[0].item())
+                weight[i, j] -= step
+        assert gradient[i, j].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-4, abs=1e-9)
+
+
+def test_actor_and_targets_move_at_every_second_update_only():
+    agent, batch = make_agent(tau=0.1), make_batch()
+    for update in range(1, 7):
+        before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
+        agent.update(batch)
+        for name, parameter in parameters(agent):
+            network, _, rest = name.partition(".")
+            assert torch.equal(parameter, before[name]) == (update % 2 == 1 and network != "critic"), (update, name)
+            if update % 2 == 0 and network.endswith("_target"):
+                online = dict(parameters(agent))[f"{network.removesuffix('_target')}.{rest}"]
+                torch.testing.assert_close(parameter.data, 0.9 * before[name] + 0.1 * online.data)
+
+
+def test_policy_reaches_the_optimum_of_a_known_bandit():
+    """One step, reward -(a - 0.4)² in each dimension."""
+    agent = TD3(Args(**(SMALL["td3"] | {"hidden": (64, 64)})), 3, 2, torch.device("cpu"))
+    buffer, rng = ReplayBuffer(2_000, 3, 2), np.random.default_rng(0)
+    obs, actions = np.ones((2_000, 3)), rng.uniform(-1, 1, (2_000, 2))
+    buffer.add(obs, actions, -((actions - 0.4) ** 2).sum(1), obs, np.ones(2_000))
+    found = []
+    for _ in range(3_000):
+        agent.update(buffer.sample(64, agent.generator))
+        found.append(agent.act(np.ones((1, 3), np.float32), deterministic=True)[0])
+    np.testing.assert_allclose(np.mean(found[-1_000:], axis=0), [0.4, 0.4], atol=0.05)  # it wavers about the optimum
+
+
+def test_exploration_noise_is_of_the_size_asked_for():
+    agent, obs = TD3(Args(**SMALL["td3"]), 3, 2, torch.device("cpu")), np.zeros((4_000, 3), np.float32)
+    noise = agent.act(obs) - agent.act(obs, deterministic=True)
+    assert noise.std() == pytest.approx(0.1, rel=0.05)
+    with torch.no_grad():
+        agent.actor.net[-1].bias.fill_(3.0)
+    assert agent.act(obs).max() == 1.0
+
+
+def test_initial_targets_are_copies_and_state_covers_all():
+    """The number of updates too: else a resumed run would move its actor at the odd ones."""
+    agent = TD3(Args(**SMALL["td3"]), 3, 2, torch.device("cpu"))
+    assert same(agent.critic.state_dict(), agent.critic_target.state_dict())
+    assert same(agent.actor.state_dict(), agent.actor_target.state_dict())
+    networks = {"actor", "actor_target", "critic", "critic_target", "generator", "updates"}
+    assert networks | {"actor_optimizer", "critic_optimizer"} <= state_of(agent).keys()
