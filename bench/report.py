@@ -8,6 +8,7 @@ import csv
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,11 +63,16 @@ def at(curve: Curve, step: int) -> float | None:
 
 def spread(seeds: dict[str, Curve], step: int) -> str:
     """Mean ± standard deviation over the seeds that got there, and how many those are."""
-    values = [value for curve in seeds.values() if (value := at(curve, step)) is not None]
-    if not values:
+    there = {seed: value for seed, curve in seeds.items() if (value := at(curve, step)) is not None}
+    if not there:
         return "not run"
-    deviation = f" ± {statistics.stdev(values):,.0f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):,.0f}{deviation} ({len(values)})"
+    deviation = f" ± {statistics.stdev(there.values()):,.0f}" if len(there) > 1 else ""
+    return f"{statistics.mean(there.values()):,.0f}{deviation} ({number_of(there)})"
+
+
+def number_of(seeds: Iterable[str]) -> int:
+    """How many seeds these are; one called mean10 is the mean of ten, of which no more was published."""
+    return sum(int(seed.removeprefix("mean")) if seed.startswith("mean") else 1 for seed in seeds)
 
 
 def learning_table() -> str:
@@ -88,7 +94,9 @@ def draw(algo: str, env: str, path: Path) -> None:
     grid = [step for step in sorted(next(iter(published.values()))) if step <= last]
     columns = [[value for c in published.values() if (value := at(c, step)) is not None] for step in grid]
     axes.fill_between(grid, [min(c) for c in columns], [max(c) for c in columns], color="0.9")
-    axes.plot(grid, [statistics.mean(c) for c in columns], color="0.5", label=f"published, {len(published)} seeds")
+    axes.plot(
+        grid, [statistics.mean(c) for c in columns], color="0.5", label=f"published, {number_of(published)} seeds"
+    )
     for seed, curve in ours.items():
         axes.plot(list(curve), list(curve.values()), linewidth=1.2, label=f"onramp, seed {seed}")
     axes.set(xlabel="environment steps", ylabel="return (deterministic)", title=f"{algo.upper()}, {env}")
