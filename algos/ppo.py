@@ -164,39 +164,32 @@ class PPO:
         noise = torch.randn(mean.shape, generator=self.generator, device=self.device)
         return (mean + self.actor.log_std.exp() * noise).cpu().numpy()
 
-    def policy_loss(self, batch: Minibatch) -> tuple[Tensor, Metrics]:
+    def policy_loss(self, batch: Minibatch) -> Tensor:
         """Clipped surrogate objective, eq. 7, to be minimised."""
-        log_ratio = self.actor.log_prob(batch.obs, batch.actions) - batch.log_probs
-        ratio, advantages = log_ratio.exp(), batch.advantages
+        ratio = (self.actor.log_prob(batch.obs, batch.actions) - batch.log_probs).exp()
+        advantages = batch.advantages
         if self.args.normalize_advantages:
-            std, mean = torch.std_mean(advantages)
-            advantages = (advantages - mean) / (std + 1e-8)
+            advantages = F.layer_norm(advantages, advantages.shape, eps=1e-8)
         # clip(ρ, 1 - ε, 1 + ε) Â, wherever it is below ρ Â, is Â + ε |Â|.
-        surrogate, bound = advantages * ratio, advantages + self.args.clip * advantages.abs()
-        loss = -torch.minimum(surrogate, bound).mean()
-        with torch.no_grad():
-            metrics = {"losses/approximate_kl": ratio - 1.0 - log_ratio, "losses/clipped": (surrogate > bound).float()}
-        return loss, metrics | {"losses/policy": loss.detach()}
+        bound = advantages.add(advantages.abs(), alpha=self.args.clip)
+        return -torch.minimum(advantages * ratio, bound).mean()
 
-    def value_loss(self, batch: Minibatch) -> tuple[Tensor, Metrics]:
+    def value_loss(self, batch: Minibatch) -> Tensor:
         """Squared error of V against the λ-return (eq. 9); the larger of it and that of the clipped V."""
         returns, values = batch.advantages + batch.values, self.critic(batch.obs)
-        errors = (values - returns).square()
-        if self.args.value_clip:
-            clipped = batch.values + F.hardtanh(values - batch.values, -self.args.clip, self.args.clip)
-            errors = torch.maximum(errors, (clipped - returns).square())
-        loss = 0.5 * errors.mean()
-        return loss, {"losses/value": loss.detach()}
+        if not self.args.value_clip:
+            return F.mse_loss(values, returns)
+        clipped = batch.values + F.hardtanh(values - batch.values, -self.args.clip, self.args.clip)
+        return torch.maximum((values - returns).square(), (clipped - returns).square()).mean()
 
     def step(self, batch: Minibatch) -> Metrics:
         """One gradient step on the sum of the losses, eq. 9."""
-        policy_loss, policy_metrics = self.policy_loss(batch)
-        value_loss, value_metrics = self.value_loss(batch)
-        loss = policy_loss + self.args.value_coefficient * value_loss
+        policy_loss, value_loss = self.policy_loss(batch), self.value_loss(batch)
+        loss = policy_loss.add(value_loss, alpha=self.args.value_coefficient)
         if self.args.entropy_coefficient:
             loss = loss - self.args.entropy_coefficient * self.actor.entropy()
         self.optimizer.descend(loss, self.args.max_gradient_norm)
-        return policy_metrics | value_metrics
+        return {"losses/policy": policy_loss.detach(), "losses/value": value_loss.detach()}
 
     def update(self, rollout: Rollout) -> Metrics:
         """Epochs of minibatch steps on what one round brought (the paper's algorithm 1)."""
@@ -225,7 +218,11 @@ class PPO:
             for minibatch in zip(*shuffled, strict=True):
                 metrics = self.compiled_step(Minibatch(*minibatch))
         self.obs_normalizer.update(torch.from_numpy(rollout.obs).to(self.device))
-        return metrics | {"losses/entropy": self.actor.entropy().detach()}
+        with torch.no_grad():
+            log_ratio = self.actor.log_prob(obs, actions) - log_probs
+            metrics["losses/approximate_kl"] = log_ratio.exp() - 1.0 - log_ratio
+            metrics["losses/clipped"] = ((log_ratio.exp() - 1.0).abs() > self.args.clip).float()
+            return metrics | {"losses/entropy": self.actor.entropy()}
 
 
 def generalized_advantages(
@@ -251,6 +248,8 @@ def generalized_advantages(
 def train(args: Args) -> None:
     if args.rollout_steps < args.num_envs:
         raise InputError(f"--rollout-steps is {args.rollout_steps}: give at least --num-envs, {args.num_envs}")
+    if args.minibatch_size * max(args.hidden) ** 2 < 2**20:  # products so small take longer on several threads
+        torch.set_num_threads(1)
     turns = -(-args.rollout_steps // args.num_envs)  # of all environments in a round
     run = Run("ppo", args, steps_between=turns * args.num_envs)
     envs = make_vector(args.env, args.num_envs, args.seed, vectorizer=args.vectorizer)

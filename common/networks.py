@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.onednn import Activation, network
+from common.onednn import WORTHWHILE, Activation, Layers, network
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -29,33 +29,41 @@ class EnsembleLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(ensemble, outputs))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias.unsqueeze(1), inputs.expand(len(self.weight), -1, -1), self.weight.mT)
+        return _linear(inputs, self.weight, self.bias)
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if weight.dim() == 2:
+        return F.linear(inputs, weight, bias)
+    return torch.baddbmm(bias.unsqueeze(1), inputs.expand(len(weight), -1, -1), weight.mT)
 
 
 class MLP(nn.Sequential):
-    """Linear or ensemble linear layers, activations between; on the CPU computed by `common.onednn`."""
+    """Linear or ensemble linear layers, activations between; large ones on the CPU are computed by `common.onednn`."""
 
     def __init__(self, activation: Activation, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.activation: Activation = activation
-        self._parameter_list = list(self.parameters())  # walking the layers at every call would take longer
+        # Walking the modules at every call would take longer.
+        self._layers = [(layer.weight, layer.bias) for layer in layers if isinstance(layer, nn.Linear | EnsembleLinear)]
+        self._largest = max(weight.shape[-2] * weight.shape[-1] for weight, _ in self._layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
-        if inputs.device.type == "cpu" and not torch.compiler.is_compiling():
-            return network(self.activation, inputs, *self._parameter_list)
-        for layer in self:
-            inputs = layer(inputs)
-        return inputs
+        return self._through(self._layers, inputs)
 
     def member(self, index: int, inputs: Tensor) -> Tensor:
         """What one network of the ensemble alone gives: [batch, inputs] to [batch, outputs]."""
-        parameters = [parameter[index] for parameter in self._parameter_list]
-        if inputs.device.type == "cpu" and not torch.compiler.is_compiling():
-            return network(self.activation, inputs, *parameters)
-        for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
-            inputs = getattr(torch, self.activation)(F.linear(inputs, weight, bias))
-        return F.linear(inputs, *parameters[-2:])
+        return self._through([(weight[index], bias[index]) for weight, bias in self._layers], inputs)
+
+    def _through(self, layers: Layers, inputs: Tensor) -> Tensor:
+        large = inputs.device.type == "cpu" and len(inputs) * self._largest >= WORTHWHILE
+        if large and inputs.dtype == torch.float32 and not torch.compiler.is_compiling():
+            return network(self.activation, inputs, layers)
+        activate = torch.relu_ if self.activation == "relu" else torch.tanh_
+        for weight, bias in layers[:-1]:
+            inputs = activate(_linear(inputs, weight, bias))
+        return _linear(inputs, *layers[-1])
 
 
 def mlp(
@@ -135,9 +143,12 @@ class Adam(torch.optim.Adam):
         self._share_step()
 
     def _share_step(self) -> None:
-        self.step_count = next(iter(self.state.values()))["step"]
-        for state in self.state.values():
+        """One step count for all parameters, and lists of the state's tensors for the fused kernel."""
+        states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
+        self.step_count = states[0]["step"]
+        for state in states:
             state["step"] = self.step_count
+        self._means, self._squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -154,17 +165,16 @@ class Adam(torch.optim.Adam):
         parameters, (beta1, beta2) = group["params"], group["betas"]
         # The fused kernel reads memory in order: a transposed gradient would move the wrong weights.
         gradients = [gradient.contiguous() for gradient in torch.autograd.grad(loss, parameters)]
+        scale = None
         if max_gradient_norm is not None:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-            torch._foreach_mul_(gradients, (max_gradient_norm / (norm + 1e-6)).clamp(max=1.0))
-        state = [self.state[parameter] for parameter in parameters]
-        means, squares = ([s[name] for s in state] for name in ("exp_avg", "exp_avg_sq"))
+            norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
+            scale = ((norm + 1e-6) / max_gradient_norm).clamp(min=1.0).float()
         with torch.no_grad():
             self.step_count += 1
             torch._fused_adam_(
-                parameters, gradients, means, squares, [], [self.step_count] * len(parameters),
+                parameters, gradients, self._means, self._squares, [], [self.step_count] * len(parameters),
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                weight_decay=0.0, amsgrad=False, maximize=False,
+                weight_decay=0.0, amsgrad=False, maximize=False, grad_scale=scale,
             )  # fmt: skip
 
 

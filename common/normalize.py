@@ -16,6 +16,8 @@ class RunningNormalizer(nn.Module):
     mean: Tensor
     variance: Tensor
     count: Tensor
+    shift: Tensor
+    scale: Tensor
 
     def __init__(self, dim: int, clip: float = 10.0) -> None:
         super().__init__()
@@ -23,14 +25,13 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(dim, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        # The mean and one over the standard deviation in float32: acting is too short to work them out at every step.
+        self.register_buffer("shift", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
 
     def forward(self, values: Tensor) -> Tensor:
         """values [..., dim], float32."""
-        return ((values - self.mean.float()) * self.scale()).clamp(-self.clip, self.clip)
-
-    def scale(self) -> Tensor:
-        """One over the standard deviation, float32 [dim]."""
-        return (self.variance + 1e-8).rsqrt().float()
+        return ((values - self.shift) * self.scale).clamp(-self.clip, self.clip)
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
@@ -43,6 +44,8 @@ class RunningNormalizer(nn.Module):
         self.mean += delta * len(values) / count
         self.variance.copy_(squares / count)
         self.count.copy_(count)
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.variance + 1e-8).rsqrt())
 
 
 class RewardScaler(nn.Module):
@@ -66,6 +69,6 @@ class RewardScaler(nn.Module):
             sums = np.where(dones[t], 0.0, seen[t])
         self.sums.copy_(torch.from_numpy(sums))
         self.normalizer.update(torch.from_numpy(seen).to(self.sums.device))
-        scale = self.normalizer.scale().cpu().numpy()
+        scale = self.normalizer.scale.cpu().numpy()
         scaled: NDArray[np.float32] = (rewards * scale).clip(-self.clip, self.clip).astype(np.float32)
         return scaled

@@ -85,7 +85,7 @@ def test_ensemble_equals_its_members_one_by_one(outputs: int):
         torch.testing.assert_close(got, hidden @ last.weight[i].T + last.bias[i])
 
 
-@pytest.mark.parametrize("ensemble", [None, 3])
+@pytest.mark.parametrize("ensemble", [None, 1, 3])
 @pytest.mark.parametrize("needed", ["all", "inputs", "parameters"])
 def test_network_and_its_gradients_equal_layer_by_layer_in_float64(ensemble: int | None, needed: str):
     """The one node of `common.onednn`, at sizes where oneDNN computes, against plain layers and autograd's own."""
