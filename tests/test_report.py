@@ -29,6 +29,19 @@ def test_spread_counts_the_seeds_that_got_there():
     assert report.spread(seeds, 30) == "not run"
 
 
+def test_interquartile_mean_is_scipys_trimmed_mean_and_needs_four_seeds():
+    """scipy.stats.trim_mean(values, 0.25), which rliable uses, of the numbers below: 4, 4.5, 4."""
+    for values, expected in (([9, 1, 5, 3], 4.0), ([1, 100, 3, 4, 5, 6, -50, 7], 4.5), ([2, 30, 5, 5, -7], 4.0)):
+        assert report.interquartile_mean(np.array(values, float)) == pytest.approx(expected)
+    seeds = {str(i): {0: 0.0, 10: float(i)} for i in range(5)}
+    shown = report.interquartile(seeds, 10)
+    assert shown.startswith("2 (")
+    low, high = (float(part) for part in shown[3:-1].split(" to "))
+    assert 0 <= low < 2 < high <= 4
+    assert report.interquartile({k: seeds[k] for k in "012"}, 10) == ""
+    assert report.interquartile({key: {0: 3.0, 10: 3.0} for key in "abcde"}, 10) == "3 (3 to 3)"
+
+
 def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "speed").mkdir()
     rows = ["round,contender,steps,seconds,steps_per_second,cores,cores_of_others"]
