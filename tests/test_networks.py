@@ -161,6 +161,25 @@ def test_adam_equals_pytorchs_bit_for_bit():
         resumed.state.values(), full.state.values(), strict=True))  # fmt: skip
 
 
+def test_adam_clips_as_pytorch_does():
+    """Gradients shorter and longer than the limit; the moments tell, where a step of Adam hides the scale."""
+    ours, theirs = mlp([3, 8, 2], generator()), mlp([3, 8, 2], generator())
+    lean, full = Adam(ours.parameters(), 1e-2), torch.optim.Adam(theirs.parameters(), 1e-2)
+    norms, noise = [], generator(1)
+    for size in (0.1, 1.0, 1.5, 100.0, 0.5):
+        inputs = size * torch.randn(16, 3, generator=noise)
+        lean.descend(ours(inputs).square().mean(), max_gradient_norm=0.5)
+        full.zero_grad()
+        theirs(inputs).square().mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item())
+        full.step()
+        for a, b in zip(lean.state.values(), full.state.values(), strict=True):
+            torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(a["exp_avg_sq"], b["exp_avg_sq"], rtol=1e-4, atol=1e-9)
+    assert min(norms) < 0.5 < 1.0 < max(norms)
+    assert any(0.5 < norm < 1.0 for norm in norms), norms
+
+
 def test_adam_takes_a_transposed_gradient():
     """As the gradient of a weight that is used transposed often is: the fused kernel itself ignores strides."""
     start = torch.arange(6.0).view(2, 3)
