@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.onednn import WORTHWHILE, Activation, Layers, network
+from common.onednn import IN_PLACE, WORTHWHILE, Activation, Layers, network
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -60,9 +60,8 @@ class MLP(nn.Sequential):
         large = inputs.device.type == "cpu" and len(inputs) * self._largest >= WORTHWHILE
         if large and inputs.dtype == torch.float32 and not torch.compiler.is_compiling():
             return network(self.activation, inputs, layers)
-        activate = torch.relu_ if self.activation == "relu" else torch.tanh_
         for weight, bias in layers[:-1]:
-            inputs = activate(_linear(inputs, weight, bias))
+            inputs = IN_PLACE[self.activation](_linear(inputs, weight, bias))
         return _linear(inputs, *layers[-1])
 
 
@@ -140,9 +139,9 @@ class Adam(torch.optim.Adam):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
             self.state[parameter] |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        self._share_step()
+        self._take_state()
 
-    def _share_step(self) -> None:
+    def _take_state(self) -> None:
         """One step count for all parameters, and lists of the state's tensors for the fused kernel."""
         states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
         self.step_count = states[0]["step"]
@@ -152,7 +151,7 @@ class Adam(torch.optim.Adam):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._share_step()
+        self._take_state()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # it cannot trace the fused kernel called like this
     def descend(self, loss: Tensor, max_gradient_norm: float | None = None) -> None:

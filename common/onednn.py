@@ -20,7 +20,7 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 # Each looked up once: at every call that would take as long as a small product.
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default if AVAILABLE else None
-_APPLY = {"relu": torch.relu_, "tanh": torch.tanh_}
+IN_PLACE = {"relu": torch.relu_, "tanh": torch.tanh_}
 _RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.grad_input
 
@@ -110,7 +110,7 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, activati
         outputs: Tensor = _PRODUCT(inputs, weight, bias, activation, [], "")
         return outputs
     outputs = torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
-    return outputs if activation == "none" else _APPLY[activation](outputs)
+    return outputs if activation == "none" else IN_PLACE[activation](outputs)
 
 
 def _weight_gradient(delta: Tensor, inputs: Tensor) -> Tensor:
