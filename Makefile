@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report
+.PHONY: help setup train test lint speed report d4rl
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 14
 
 setup: $(VENV)/installed ## make .venv with the pinned requirements; does nothing when nothing changed
 
@@ -35,6 +35,15 @@ report: setup ## the README's tables and the figures, from the raw data in resul
 
 speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
 	$(BIN)/python bench/speed.py $(ARGS)
+
+d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
+	$(BIN)/python bench/compare_d4rl.py $(ARGS)
+
+$(VENV)-d4rl/installed: bench/d4rl-requirements.txt
+	$(PYTHON) -m venv $(VENV)-d4rl
+	$(VENV)-d4rl/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)-d4rl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps d4rl==1.1
+	@touch $@
 
 $(VENV)-peers/installed: bench/peers-requirements.txt
 	$(PYTHON) -m venv $(VENV)-peers

@@ -2,13 +2,14 @@
 
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from common.errors import InputError, require_finite
@@ -27,29 +28,68 @@ class Batch(NamedTuple):
     terminations: Tensor
 
 
+def pack(
+    widths: Sequence[int],
+    first: int,
+    obs: ArrayLike,
+    actions: ArrayLike,
+    rewards: ArrayLike,
+    next_obs: ArrayLike,
+    terminations: ArrayLike,
+) -> NDArray[np.float32]:
+    """Rows [n, sum(widths)] of n transitions, arrays of [n, dim] or [n], the first of which is number `first`.
+
+    Raises InputError where shapes do not fit, RunError where a number is not finite.
+    """
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+        parts = [np.asarray(part, np.float32) for part in (obs, actions, rewards, next_obs, terminations)]
+    n = len(parts[0])
+    for name, part, width in zip(Batch._fields, parts, widths, strict=True):
+        if part.shape not in ((n, width), (n,) if width == 1 else None):
+            raise InputError(f"{name} has shape {part.shape}, the replay buffer needs {(n, width)}")
+    rows = np.concatenate([part.reshape(n, -1) for part in parts], axis=1)
+    if not np.isfinite(rows).all():
+        require_finite(first, **dict(zip(Batch._fields, parts, strict=True)))
+    return rows
+
+
 class ReplayBuffer:
     """Ring of `capacity` transitions; when full, the oldest go first.
 
     A row is obs | action | reward | next_obs | termination, so that a batch is one gather. next_obs is stored, not
     looked up in the next row: the lookup is wrong at time limits, with several environments, and where the ring is
     overwritten. Bytes: 4 · capacity · (2 obs_dim + action_dim + 2), 168 MB for a million of HalfCheetah's.
+
+    Given a `file` of such rows, it maps them instead of loading them: what is read comes from the disk and may go from
+    memory again; what is added stays in memory and never reaches the file.
     """
 
     segment_rows = 100_000  # rows in one file of a checkpoint
 
-    def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device | str = "cpu") -> None:
-        """Raises InputError where the device's free memory does not hold it."""
+    def __init__(
+        self,
+        capacity: int,
+        obs_dim: int,
+        action_dim: int,
+        device: torch.device | str = "cpu",
+        file: Path | None = None,
+    ) -> None:
+        """Raises InputError where the device's free memory does not hold it, or a `file` cannot be mapped there."""
         self.capacity, self.obs_dim, self.action_dim = capacity, obs_dim, action_dim
         self.device = torch.device(device)
         self.widths = (obs_dim, action_dim, 1, obs_dim, 1)
-        free = _free_memory(self.device)
-        if self.num_bytes > free:
-            raise InputError(
-                f"the replay buffer of {capacity:,} transitions takes {_gigabytes(self.num_bytes)}, "
-                f"{self.device} has {_gigabytes(free)} free: give a smaller --buffer-size "
-                f"(at most {int(free / self.num_bytes * capacity):,})"
-            )
-        self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
+        self.file = file
+        if file is not None:
+            self.rows = self._mapped(file)
+        else:
+            free = free_memory(self.device)
+            if self.num_bytes > free:
+                raise InputError(
+                    f"the replay buffer of {capacity:,} transitions takes {_gigabytes(self.num_bytes)}, "
+                    f"{self.device} has {_gigabytes(free)} free: give a smaller --buffer-size "
+                    f"(at most {int(free / self.num_bytes * capacity):,})"
+                )
+            self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
         self.added = 0  # transitions ever added: the next goes to row added % capacity
         self._saved = 0  # of these, how many the checkpoint holds
         self._segments: list[_Segment] = []
@@ -71,21 +111,17 @@ class ReplayBuffer:
 
         Raises InputError where shapes do not fit, RunError where a number is not finite.
         """
-        with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
-            parts = [np.asarray(part, np.float32) for part in (obs, actions, rewards, next_obs, terminations)]
-        n = len(parts[0])
-        for name, part, width in zip(Batch._fields, parts, self.widths, strict=True):
-            if part.shape not in ((n, width), (n,) if width == 1 else None):
-                raise InputError(f"{name} has shape {part.shape}, the replay buffer needs {(n, width)}")
-        rows = np.concatenate([part.reshape(n, -1) for part in parts], axis=1)
-        if not np.isfinite(rows).all():
-            require_finite(self.added, **dict(zip(Batch._fields, parts, strict=True)))
+        rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations)
+        n = len(rows)
         self.rows.index_copy_(0, self._ring(self.added, self.added + n), torch.from_numpy(rows).to(self.device))
         self.added += n
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
         """`batch_size` transitions, uniform with replacement; `generator` is on the buffer's device."""
-        where = torch.randint(len(self), (batch_size,), generator=generator, device=self.device)
+        return self.at(torch.randint(len(self), (batch_size,), generator=generator, device=self.device))
+
+    def at(self, where: Tensor) -> Batch:
+        """The transitions in the rows `where` [batch], an integer tensor on the buffer's device."""
         obs, actions, rewards, next_obs, terminations = self.rows.index_select(0, where).split(self.widths, dim=1)
         return Batch(obs, actions, rewards.squeeze(1), next_obs, terminations.squeeze(1))
 
@@ -138,6 +174,14 @@ class ReplayBuffer:
             kept = np.frombuffer(data, np.float32).reshape(segment.rows, -1)[first - segment.first :]
             self.rows[self._ring(first, segment.end)] = torch.from_numpy(kept.copy()).to(self.device)
 
+    def _mapped(self, file: Path) -> Tensor:
+        if self.device.type != "cpu":
+            raise InputError(f"{file} is mapped from the disk, which {self.device} cannot do: give --device cpu")
+        if file.stat().st_size < self.num_bytes:
+            os.truncate(file, self.num_bytes)  # room for what is added, which takes no space on the disk
+        width = sum(self.widths)
+        return torch.from_file(str(file), shared=False, size=self.capacity * width).view(self.capacity, width)
+
     def _ring(self, first: int, last: int) -> Tensor:
         return (torch.arange(first, last) % self.capacity).to(self.device)
 
@@ -158,7 +202,7 @@ class _Segment(NamedTuple):
         return f"{self.first:012d}.rows"
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

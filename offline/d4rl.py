@@ -1,0 +1,298 @@
+"""D4RL's datasets, and any HDF5 file in their layout, read with h5py alone.
+
+Source: Fu et al. 2020, "D4RL: Datasets for Deep Data-Driven Reinforcement Learning", arXiv 2004.07219. `d4rl.csv` holds
+the ids, files and reference scores of its package, version 1.1 (Apache-2.0). docs/d4rl.md: the files' known faults.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import InputError
+from offline.download import download
+from offline.environments import environment_of
+from offline.recording import Array, Block, Recording, nearest, trusted_environment
+
+SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
+BLOCK_ROWS = 32_768
+CHUNK_CACHE = 16 * 2**20  # bytes: D4RL's files are chunked by columns, and a chunk must survive until its rows are read
+
+
+class Entry(NamedTuple):
+    """One of D4RL's ids: its file below SERVER, the returns that score 0 and 1, its time limit."""
+
+    file: str
+    reference: tuple[float, float] | None
+    max_episode_steps: int
+
+
+def _ids() -> dict[str, Entry]:
+    with Path(__file__).with_name("d4rl.csv").open() as file:
+        return {
+            row["id"]: Entry(
+                row["file"],
+                (float(row["ref_min_score"]), float(row["ref_max_score"])) if row["ref_min_score"] else None,
+                int(row["max_episode_steps"]),
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+IDS = _ids()
+
+
+def folder() -> Path:
+    """D4RL's own cache: $D4RL_DATASET_DIR, else ~/.d4rl/datasets."""
+    return Path(os.environ.get("D4RL_DATASET_DIR", "~/.d4rl/datasets")).expanduser()
+
+
+def url(dataset_id: str) -> str:
+    """Where D4RL keeps the file; $D4RL_MIRROR, a copy of that server's folder, takes its place."""
+    return os.environ.get("D4RL_MIRROR", SERVER).rstrip("/") + "/" + IDS[dataset_id].file
+
+
+def read(source: str, compat: bool = False, horizon: int | None = None) -> Recording:
+    """The recording of a D4RL id (downloaded at first use) or of the HDF5 file at a path.
+
+    An episode ends where `terminals` or `timeouts` is set, at the file's end and, in a file without `timeouts`, after
+    `horizon` steps (the id's or the environment's time limit unless given). No transition joins two episodes. The step
+    at a time-out is a transition only where the file holds its `next_observations`; else its reward still counts in
+    the episode's return. A terminal step always is one; where its successor is unknown it is its own, which the
+    termination masks.
+
+    `compat`: instead exactly what D4RL's `qlearning_dataset` makes of the file, in which `next_observations` are not
+    read, terminal steps lead into the next episode, and the last row is dropped.
+
+    Raises InputError where the id is unknown, the file cannot be had, is damaged, or is not in this layout.
+    """
+    path, entry = _locate(source)
+    layout = _Layout(path)
+    try:
+        return _recording(layout, source, entry, compat, horizon)
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise _damaged(path, error) from None
+
+
+def _locate(source: str) -> tuple[Path, Entry | None]:
+    """The file of an id, downloaded where it is not yet here, or at a path."""
+    if source not in IDS:
+        if not source.endswith((".hdf5", ".h5")) and not Path(source).is_file():
+            raise InputError(f"there is no dataset {source}{nearest(source, list(IDS))}")
+        return Path(source), None
+    path = folder() / Path(IDS[source].file).name
+    if not path.exists():
+        download(url(source), path, check=lambda part: _Layout(part).close())
+    return path, IDS[source]
+
+
+def trajectories(source: str, compat: bool = False, horizon: int | None = None) -> Iterator[dict[str, Array]]:
+    """The episodes of a file row by row: observations [steps, obs_dim], actions, rewards, terminals; nothing dropped.
+
+    `compat`: as D4RL's `sequence_dataset` cuts them, which leaves out an unfinished last one. Raises as `read` does.
+    """
+    path, entry = _locate(source)
+    layout = _Layout(path)
+    try:
+        terminals = layout.column("terminals") != 0
+        if "timeouts" in layout.file:
+            finals = layout.column("timeouts") != 0
+        else:
+            limit = horizon or _horizon(layout, entry)
+            # D4RL's own count starts at 1 in every episode but the first, so that only that one is whole.
+            finals = _count_to(limit, terminals, after_limit=1) if compat else _time_limits(terminals, limit)
+        last_rows = np.flatnonzero(terminals | finals) if compat else _last_rows(terminals, finals)
+        first = 0
+        for last in (last_rows + 1).tolist():
+            keys = ("observations", "actions", "rewards", "terminals")
+            yield {key: layout.file[key][first:last].reshape(last - first, *layout.file[key].shape[1:]) for key in keys}
+            first = last
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise _damaged(path, error) from None
+    finally:
+        layout.close()
+
+
+class _Layout:
+    """An HDF5 file in D4RL's layout, its keys, shapes and types checked; a hostile one is refused before it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise InputError(f"there is no file {path}")
+        try:
+            self.file = h5py.File(path, "r", rdcc_nbytes=CHUNK_CACHE, rdcc_nslots=10_007)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _damaged(path, error) from None
+        try:
+            self._check()
+        except InputError:
+            self.close()
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+            self.close()
+            raise _damaged(path, error) from None
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _check(self) -> None:
+        missing = [key for key in ("observations", "actions", "rewards", "terminals") if key not in self.file]
+        if missing:
+            raise InputError(f"{self.path} has no {', '.join(missing)}: it is not in D4RL's layout")
+        self.rows = self._dataset("rewards").shape[0]
+        if self.rows == 0:
+            raise InputError(f"{self.path} is empty: it holds no transitions")
+        self.obs_dim = self._width("observations")
+        self.action_dim = self._width("actions")
+        if "next_observations" in self.file and self._width("next_observations") != self.obs_dim:
+            raise InputError(f"{self.path}: observations and next_observations have different widths")
+        for key in ("rewards", "terminals", *(["timeouts"] if "timeouts" in self.file else [])):
+            if self._dataset(key).shape not in ((self.rows,), (self.rows, 1)):
+                raise InputError(f"{self.path}: {key} has shape {self.file[key].shape}, not {(self.rows,)}")
+
+    def _width(self, key: str) -> int:
+        shape = self._dataset(key).shape
+        if len(shape) != 2 or shape[0] != self.rows or shape[1] == 0:
+            raise InputError(f"{self.path}: {key} has shape {shape}, not ({self.rows}, n): one vector a transition")
+        return int(shape[1])
+
+    def _dataset(self, key: str) -> Any:
+        """The dataset `key`, if its numbers are in this very file and were really written."""
+        link = self.file.get(key, getlink=True)
+        data = self.file[key] if isinstance(link, h5py.HardLink) else None
+        if not isinstance(data, h5py.Dataset) or data.external or data.is_virtual:
+            raise InputError(f"{self.path}: {key} is not an array in this file but leads elsewhere: it is not read")
+        if data.dtype.kind not in "biuf" or data.ndim == 0:
+            raise InputError(
+                f"{self.path}: {key} holds {data.dtype}, shape {data.shape}: an array of numbers is needed"
+            )
+        stored, promised = data.id.get_storage_size(), data.size * data.dtype.itemsize
+        if promised > 2000 * stored:  # no filter of HDF5 packs denser: it would fill memory or disk with nothing
+            raise InputError(f"{self.path}: {key} promises {promised:,} bytes but stores {stored:,}: it is not read")
+        return data
+
+    def column(self, key: str) -> Array:
+        """A whole array of one number a row."""
+        values: Array = self.file[key][:]
+        return values.reshape(self.rows)
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:200]
+    return InputError(f"{path} is not a whole HDF5 file ({reason}): delete it, then it is downloaded or collected anew")
+
+
+def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> Recording:
+    facts = dict(layout.file.attrs)
+    env = environment_of(source) if entry else trusted_environment(facts.get("env"))
+    rewards = layout.column("rewards").astype(np.float64)
+    terminals = layout.column("terminals") != 0
+    if "timeouts" in layout.file:
+        finals = layout.column("timeouts") != 0
+    else:
+        limit = horizon or _horizon(layout, entry)
+        finals = _count_to(limit, terminals, after_limit=0) if compat else _time_limits(terminals, limit)
+    next_known = "next_observations" in layout.file and not compat
+    last_rows = _last_rows(terminals, finals)
+    keep = np.full(layout.rows, True) if next_known else _kept(terminals, finals, last_rows, compat)
+    # Episodes of which at least one step is kept.
+    kept_before = np.concatenate([[0], np.cumsum(keep)])
+    ends = kept_before[last_rows + 1]
+    some = np.diff(ends, prepend=0) > 0
+    lost = np.where(keep[last_rows], np.nan, rewards[last_rows])
+    if not some.any():
+        raise InputError(f"{layout.path}: no step has a successor, so it holds no transitions")
+
+    def blocks() -> Iterator[Block]:
+        for first in range(0, layout.rows, BLOCK_ROWS):
+            try:
+                block = _block(layout, first, min(first + BLOCK_ROWS, layout.rows), next_known, last_rows, compat)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise _damaged(layout.path, error) from None
+            rows = keep[first : first + BLOCK_ROWS]
+            yield block if rows.all() else Block(*(part[rows] for part in block))
+
+    def kept_rewards() -> Array:
+        try:
+            return layout.column("rewards")[keep]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _damaged(layout.path, error) from None
+
+    stat = layout.path.stat()
+    reference = entry.reference if entry else None
+    if "ref_min_score" in facts and "ref_max_score" in facts:
+        reference = (float(facts["ref_min_score"]), float(facts["ref_max_score"]))
+    return Recording(
+        source, layout.obs_dim, layout.action_dim, ends[some], lost[some], blocks, kept_rewards,
+        env=env, env_kwargs=json.loads(facts.get("env_kwargs", "{}")),
+        action_low=facts.get("action_low", -1.0), action_high=facts.get("action_high", 1.0), reference=reference,
+        version=(str(layout.path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
+    )  # fmt: skip
+
+
+def _block(layout: _Layout, first: int, last: int, next_known: bool, last_rows: Array, compat: bool) -> Block:
+    file = layout.file
+    read_ahead = not next_known and last < layout.rows
+    obs: Array = file["observations"][first : last + 1 if read_ahead else last]
+    actions: Array = file["actions"][first:last]
+    rewards: Array = file["rewards"][first:last].reshape(-1)
+    terminations: Array = file["terminals"][first:last].reshape(-1) != 0
+    if next_known:
+        return Block(obs, actions, rewards, file["next_observations"][first:last], terminations)
+    n = last - first
+    next_obs = obs[1:] if read_ahead else np.concatenate([obs[1:], obs[-1:]])
+    if not compat:  # what follows an episode's last step belongs to another episode
+        inside = last_rows[(last_rows >= first) & (last_rows < last)] - first
+        next_obs = next_obs.copy()
+        next_obs[inside] = obs[inside]
+    return Block(obs[:n], actions, rewards, next_obs, terminations)
+
+
+def _kept(terminals: NDArray[np.bool_], finals: NDArray[np.bool_], last_rows: Array, compat: bool) -> NDArray[np.bool_]:
+    """Which rows become transitions where only the next row tells a step's successor."""
+    keep = ~finals
+    if not compat:
+        keep[last_rows] = False
+        keep |= terminals
+    else:
+        keep[-1] = False
+    return keep
+
+
+def _last_rows(terminals: NDArray[np.bool_], finals: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The last row of each episode; the file's last row ends one too."""
+    ends = terminals | finals
+    ends[-1] = True
+    return np.flatnonzero(ends)
+
+
+def _time_limits(terminals: NDArray[np.bool_], horizon: int) -> NDArray[np.bool_]:
+    """Where a time limit of `horizon` steps ends an episode, for files that do not say (D4RL's v0)."""
+    starts = np.concatenate([[0], np.flatnonzero(terminals[:-1]) + 1])
+    step = np.arange(len(terminals)) - np.repeat(starts, np.diff(starts, append=len(terminals)))
+    limits: NDArray[np.bool_] = step % horizon == horizon - 1
+    return limits
+
+
+def _count_to(horizon: int, terminals: NDArray[np.bool_], after_limit: int) -> NDArray[np.bool_]:
+    """D4RL's own count of steps: after a terminal step it goes on with 1, after a time limit with `after_limit`."""
+    limits, step = np.zeros(len(terminals), bool), 0
+    for row, terminal in enumerate(terminals.tolist()):
+        limits[row] = step == horizon - 1
+        step = after_limit if limits[row] else (0 if terminal else step) + 1
+    return limits
+
+
+def _horizon(layout: _Layout, entry: Entry | None) -> int:
+    if entry is not None:
+        return entry.max_episode_steps
+    raise InputError(
+        f"{layout.path} has no timeouts, so it does not say where episodes are cut: give their time limit as --horizon"
+    )

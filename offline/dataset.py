@@ -1,0 +1,295 @@
+"""A dataset is a full replay buffer, and beside it what only a dataset knows."""
+
+import copy
+import hashlib
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.checkpoint import replacing
+from common.errors import InputError, RunError
+from common.replay_buffer import Batch, ReplayBuffer, free_memory, pack
+from offline import d4rl, minari
+from offline.recording import Array, Block, Recording, nearest
+
+TANH_LIMIT = 1.0 - 1e-5  # the log-probability of an action of exactly ±1 is infinite under a tanh-Gaussian
+
+
+@dataclass
+class Dataset:
+    """Episodes one after another in `buffer`, whose first `len(dataset)` rows they are."""
+
+    id: str
+    buffer: ReplayBuffer
+    ends: NDArray[np.int64]
+    """[episodes]: one past each episode's last transition."""
+    lost_rewards: NDArray[np.float64]
+    """[episodes]: the scaled reward of an episode's last step where it is not among the transitions, else NaN."""
+    env: str | None = None
+    """The environment that evaluates it, as `envs.make.make` takes it; None where nobody knows."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments for its constructor."""
+    reference: tuple[float, float] | None = None
+    """Returns that stand for the scores 0 and 100 (`offline.scores`)."""
+    reward_scale: float = 1.0
+    reward_shift: float = 0.0
+    """What rewards were multiplied by, and what then was added: online rewards need the same, once."""
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[episodes]: each episode's first transition."""
+        return np.concatenate([[0], self.ends[:-1]])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[episodes]: transitions in each."""
+        return np.diff(self.ends, prepend=0)
+
+    @property
+    def truncations(self) -> NDArray[np.bool_]:
+        """[n]: whether an episode was cut behind this transition, by a time limit or the end of the data."""
+        cut = np.zeros(len(self), bool)
+        cut[self.ends - 1] = ~(self.column("terminations")[self.ends - 1] > 0)
+        return cut
+
+    def column(self, name: str) -> NDArray[np.float32]:
+        """obs, actions, rewards, next_obs or terminations: [n, dim] or [n]; on the CPU a view of the buffer."""
+        parts = self.buffer.rows[: len(self)].split(self.buffer.widths, dim=1)
+        values: NDArray[np.float32] = parts[Batch._fields.index(name)].cpu().numpy()
+        return values[:, 0] if name in ("rewards", "terminations") else values
+
+    def returns(self) -> NDArray[np.float64]:
+        """[episodes]: undiscounted sums of the scaled rewards, lost ones included."""
+        return np.add.reduceat(self.column("rewards").astype(np.float64), self.starts) + np.nan_to_num(
+            self.lost_rewards
+        )
+
+    def scale(self, rewards: Array) -> Array:
+        """Online rewards, scaled and shifted as the dataset's were."""
+        return rewards * self.reward_scale + self.reward_shift
+
+    def return_to_go(self, gamma: float, failure: float | None = None) -> NDArray[np.float32]:
+        """[n]: the discounted sum of the scaled rewards from each transition to its episode's end.
+
+        `failure`: in sparse-reward tasks, the scaled reward of a step that does not succeed. An episode with no other
+        rewards is taken to go on failing for ever: failure / (1 - gamma) at each of its steps.
+
+        Source: Nakamoto et al. 2023, "Cal-QL", arXiv 2303.05479, section 5 and its authors' code.
+        """
+        rewards = self.column("rewards").astype(np.float64)
+        to_go = np.empty_like(rewards)
+        longest_first = np.argsort(-self.lengths, kind="stable")
+        ends, lengths = self.ends[longest_first], self.lengths[longest_first]
+        following = np.nan_to_num(self.lost_rewards[longest_first])
+        for steps in range(1, int(lengths[0]) + 1):  # of all episodes at once, from their ends
+            episodes = int(np.searchsorted(-lengths, -steps, side="right"))
+            following = rewards[ends[:episodes] - steps] + gamma * following[:episodes]
+            to_go[ends[:episodes] - steps] = following
+        if failure is not None:
+            failed = np.logical_and.reduceat(np.isclose(rewards, failure), self.starts)
+            failed &= np.isnan(self.lost_rewards) | np.isclose(self.lost_rewards, failure)
+            to_go[np.repeat(failed, self.lengths)] = failure / (1.0 - gamma)
+        return to_go.astype(np.float32)
+
+    def obs_statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Mean and standard deviation of obs, [obs_dim] each."""
+        total, squares, n = 0.0, 0.0, len(self)
+        obs = self.column("obs")
+        shift = obs[0].astype(np.float64)  # near the mean, so that the difference of squares keeps its digits
+        for first in range(0, n, 100_000):
+            part = obs[first : first + 100_000] - shift
+            total, squares = total + part.sum(0), squares + np.square(part).sum(0)
+        mean = total / n
+        deviation = np.sqrt(np.maximum(squares / n - np.square(mean), 0.0))
+        return (mean + shift).astype(np.float32), deviation.astype(np.float32)
+
+    def top(self, fraction: float) -> "Dataset":
+        """The episodes of highest return, the best first, that together hold `fraction` of the transitions.
+
+        Source: "%BC" of Chen et al. 2021, "Decision Transformer", arXiv 2106.01345, section 5.1. At least one episode.
+        """
+        if not 0 < fraction <= 1:
+            raise InputError(f"the top fraction is {fraction}: give a number in (0, 1]")
+        best = np.argsort(-self.returns(), kind="stable")
+        count = int(np.searchsorted(np.cumsum(self.lengths[best]), fraction * len(self) * (1 + 1e-12), side="right"))
+        best = best[: max(1, count)]
+        rows = torch.from_numpy(np.concatenate([np.arange(self.starts[i], self.ends[i]) for i in best]))
+        buffer = ReplayBuffer(len(rows), self.buffer.obs_dim, self.buffer.action_dim, self.buffer.device)
+        buffer.rows.copy_(self.buffer.rows[rows.to(self.buffer.device)])
+        buffer.added = len(rows)
+        chosen = copy.copy(self)
+        chosen.buffer, chosen.ends, chosen.lost_rewards = buffer, np.cumsum(self.lengths[best]), self.lost_rewards[best]
+        return chosen
+
+    def weights(self, temperature: float = 0.1, baseline: bool = False) -> NDArray[np.float64]:
+        """[n]: probabilities that prefer transitions of good episodes: softmax of (normalised return / temperature).
+
+        Returns are scaled to [0, 1] over the dataset; the larger the temperature, the more uniform. `baseline`: of the
+        return only what exceeds a linear regression on the episode's first obs, so that lucky starts do not count.
+
+        Source: Hong et al. 2023, "Harnessing Mixed Offline RL Datasets via Trajectory Weighting", arXiv 2306.13085:
+        return weighting (section 4.1), with `baseline` advantage weighting (4.2).
+        """
+        value = self.returns()
+        if baseline:
+            first = np.column_stack([self.column("obs")[self.starts].astype(np.float64), np.ones(len(value))])
+            value = value - first @ np.linalg.lstsq(first, value, rcond=None)[0]
+        spread = np.ptp(value)
+        value = (value - value.min()) / (spread if spread > 0 else 1.0)
+        each = np.repeat(np.exp((value - 1.0) / temperature), self.lengths)  # 1 is the largest: nothing overflows
+        probabilities: NDArray[np.float64] = each / each.sum()
+        return probabilities
+
+    def fingerprint(self) -> str:
+        """Of the transitions as they are sampled (scaled, clipped) and the episodes: equal data, equal fingerprint."""
+        checksum = zlib.crc32(self.ends.tobytes())
+        for first in range(0, len(self), 100_000):
+            rows = self.buffer.rows[first : min(first + 100_000, len(self))]
+            checksum = zlib.crc32(rows.cpu().contiguous().numpy().data, checksum)
+        return f"{checksum:08x}"
+
+
+class WeightedSampler:
+    """Batches of a buffer's first rows, drawn with probabilities of their own (`Dataset.weights`)."""
+
+    def __init__(self, buffer: ReplayBuffer, weights: NDArray[np.float64]) -> None:
+        self.buffer = buffer
+        self.cumulative = torch.from_numpy(np.cumsum(weights)).to(buffer.device)
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
+        """As `ReplayBuffer.sample`."""
+        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=self.buffer.device)
+        where: Tensor = torch.searchsorted(self.cumulative, uniform * self.cumulative[-1], right=True)
+        return self.buffer.at(where.clamp(max=len(self.cumulative) - 1))
+
+
+def read(source: str, compat: bool = False, horizon: int | None = None) -> Recording:
+    """What a D4RL id, the path of a file in D4RL's layout, or a Minari id holds.
+
+    `compat`: exactly as D4RL's `qlearning_dataset` converts it. `horizon`: the time limit of a file that marks none.
+
+    Raises InputError where there is no such dataset, or it cannot be had or read.
+    """
+    if source in d4rl.IDS or source.endswith((".hdf5", ".h5")) or Path(source).is_file():
+        return d4rl.read(source, compat, horizon)
+    if minari.is_id(source):
+        return minari.read(source)
+    raise InputError(f"there is no dataset {source}{nearest(source, [*d4rl.IDS, *minari.known()])}")
+
+
+def load(
+    source: str,
+    device: torch.device | str = "cpu",
+    capacity: int | None = None,
+    reward_scale: float = 1.0,
+    reward_shift: float = 0.0,
+    normalize_returns: bool = False,
+    max_action: float | None = TANH_LIMIT,
+    compat: bool = False,
+    horizon: int | None = None,
+    mapped: bool | None = None,
+) -> Dataset:
+    """The dataset `source` (as `read` takes it) as a replay buffer.
+
+    `capacity`: rows of the buffer, at least the dataset's, which is the default. Rewards become
+    reward_scale · r + reward_shift; with `normalize_returns` r is first multiplied by 1000 / (best − worst return), as
+    IQL does on locomotion (Kostrikov et al. 2021, appendix B). Actions are rescaled from the environment's box to
+    [-1, 1] and clipped to ±max_action (None: not clipped). `mapped`: whether the rows stay on the disk, in a file below
+    $ONRAMP_CACHE (else ~/.cache/onramp), instead of in memory; None: only where free memory would not hold them.
+
+    Raises InputError where the dataset cannot be had or read, holds non-finite numbers, or does not fit.
+    """
+    recording = read(source, compat, horizon)
+    capacity = len(recording) if capacity is None else capacity
+    if capacity < len(recording):
+        raise InputError(f"{source} has {len(recording):,} transitions, the replay buffer has room for {capacity:,}")
+    if normalize_returns:
+        spread = float(np.ptp(recording.returns()))
+        if not 0 < spread < np.inf:
+            raise InputError(f"{source}: all returns are equal or not finite, so they cannot be normalised")
+        reward_scale *= 1000.0 / spread
+    blocks = _Prepared(recording, reward_scale, reward_shift, None if compat else max_action)
+    num_bytes = 4 * capacity * sum(blocks.widths)
+    if mapped is None:
+        mapped = torch.device(device).type == "cpu" and num_bytes > 0.8 * free_memory(torch.device("cpu"))
+    if mapped:
+        file = _on_disk(blocks)
+        buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device, file)
+        buffer.added = len(recording)
+    else:
+        buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device)
+        for block in blocks.read():
+            buffer.add(*block)
+    lost_rewards = recording.lost_rewards * reward_scale + reward_shift
+    return Dataset(
+        recording.id, buffer, recording.ends, lost_rewards, recording.env, recording.env_kwargs, recording.reference,
+        reward_scale, reward_shift,
+    )  # fmt: skip
+
+
+@dataclass
+class _Prepared:
+    """A recording's transitions as the buffer holds them."""
+
+    recording: Recording
+    reward_scale: float
+    reward_shift: float
+    max_action: float | None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.recording.obs_dim, self.recording.action_dim, 1, self.recording.obs_dim, 1)
+
+    def read(self) -> Any:
+        low, high = np.asarray(self.recording.action_low), np.asarray(self.recording.action_high)
+        unit = bool((low == -1).all() and (high == 1).all())
+        first = 0
+        for obs, actions, rewards, next_obs, terminations in self.recording.blocks():
+            if not unit:
+                actions = 2.0 * (actions - low) / (high - low) - 1.0
+            if self.max_action is not None:
+                actions = np.clip(actions, -self.max_action, self.max_action)
+            if (self.reward_scale, self.reward_shift) != (1.0, 0.0):
+                rewards = rewards.astype(np.float64) * self.reward_scale + self.reward_shift
+            block = Block(obs, actions, rewards, next_obs, terminations)
+            for name, part in zip(Block._fields, block, strict=True):
+                if not np.isfinite(part).all():
+                    row = first + int(np.argwhere(~np.isfinite(part))[0][0])
+                    raise InputError(
+                        f"{self.recording.id}: {name} of transition {row:,} are not finite; "
+                        f"`python -m offline.inspect {self.recording.id}` counts such values"
+                    )
+            first += len(rewards)
+            yield block
+
+
+def _on_disk(blocks: _Prepared) -> Path:
+    """The file of packed rows, made at the first call."""
+    cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
+    recording = blocks.recording
+    made_of = (recording.version, blocks.reward_scale, blocks.reward_shift, blocks.max_action, len(recording))
+    name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+    path = cache / f"{Path(recording.id).name}-{name}.rows"
+    if path.exists():
+        return path
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            first = 0
+            for block in blocks.read():
+                rows = pack(blocks.widths, first, *block)
+                file.write(rows.data)
+                first += len(rows)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror}): make room, or set ONRAMP_CACHE") from None
+    return path

@@ -1,0 +1,104 @@
+"""A file from the web: resumed where it was cut, checked, and landed in one step."""
+
+import fcntl
+import http.client
+import json
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common.errors import InputError, RunError
+
+CHUNK = 2**20
+TRIES = 3
+
+
+def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
+    """Brings `url` to `path`, which appears only once it is whole: of the promised size, and passed by `check`.
+
+    What was received of it waits in `path`.part, and the next call goes on from there if the server still has the same
+    file. `check` gets the path of the received file and raises InputError where its content is not what it should be.
+
+    Raises InputError where the file cannot be had, RunError where the disk is full or the connection is cut.
+    """
+    part, facts = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)  # another process may be downloading it: then wait for its file
+            if path.exists():
+                part.unlink(missing_ok=True)
+                return
+            _insist(url, part, facts)
+            _land(url, part, path, facts, check)
+    except urllib.error.URLError as error:
+        raise InputError(
+            f"{url} cannot be downloaded ({error.reason if hasattr(error, 'reason') else error}): "
+            f"bring that file here by other means and put it at {path}"
+        ) from None
+    except PermissionError as error:
+        raise InputError(f"{path.parent} cannot be written ({error.strerror}): set D4RL_DATASET_DIR") from None
+
+
+def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path], object]) -> None:
+    try:
+        check(part)
+    except InputError as error:
+        part.unlink()
+        facts.unlink(missing_ok=True)
+        raise InputError(f"{url} does not hold what it should, so it was deleted: {error}") from None
+    part.replace(path)
+    facts.unlink(missing_ok=True)
+
+
+def _insist(url: str, part: Path, facts: Path) -> None:
+    """`_receive`, again where the connection breaks or the server does not know the range asked for."""
+    for attempt in range(TRIES):
+        try:
+            return _receive(url, part, facts)
+        except urllib.error.HTTPError as error:
+            if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE or attempt == TRIES - 1:
+                raise
+            facts.unlink(missing_ok=True)  # so that all of it is asked for
+        except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            if attempt == TRIES - 1:
+                raise RunError(f"{url} was cut short ({error}): the same command goes on from there") from None
+    raise AssertionError
+
+
+def _receive(url: str, part: Path, facts: Path) -> None:
+    """Appends what is missing to `part`; raises IncompleteRead where less than the promised size came."""
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "onramp", "Accept-Encoding": "identity"}
+    same_file = json.loads(facts.read_text())["validator"] if have and facts.exists() else None
+    if have and same_file:
+        headers |= {"Range": f"bytes={have}-", "If-Range": same_file}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
+        if reply.status != http.client.PARTIAL_CONTENT:
+            have = 0  # the server sends all of it: no ranges, or another file than the one begun
+        length = reply.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        free = shutil.disk_usage(part.parent).free
+        if total is not None and total - have > free:
+            raise RunError(f"{part.parent} has {free:,} bytes free, {url} takes {total - have:,} more: make room")
+        facts.write_text(json.dumps({"validator": reply.headers.get("ETag") or reply.headers.get("Last-Modified")}))
+        with (
+            part.open("r+b" if have else "wb") as file,
+            tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=part.stem, file=sys.stderr) as bar,
+        ):
+            file.seek(have)
+            while chunk := reply.read(CHUNK):
+                file.write(chunk)
+                bar.update(len(chunk))
+            have = file.tell()
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+    if total is not None and have != total:
+        raise http.client.IncompleteRead(b"", total - have)

@@ -1,0 +1,157 @@
+"""Minari's datasets, local or remote, read with its own library.
+
+An episode carries one observation more than actions, so every step is a transition with its true successor. Dict
+observations are joined as `envs.make.make` joins those of the environment. `minari.txt` lists the datasets of D4RL and
+MuJoCo on Minari's server.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Box, Dict, Space
+from minari import MinariDataset, download_dataset, list_local_datasets, load_dataset
+from minari.storage import get_dataset_path
+
+from common.errors import InputError
+from offline.recording import Array, Block, Recording, nearest, trusted_environment
+
+BLOCK_ROWS = 10_000  # short episodes are joined to blocks of about so many transitions
+
+# What the library raises on files that are damaged, missing or of another version.
+_BAD_FILES = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError)
+
+
+def is_id(name: str) -> bool:
+    """Whether it has the form of a Minari id: (namespace/)name-v0, or a remote's address, ://, and such an id."""
+    return re.fullmatch(r"(\w+://[-\w.]+/)?([-\w]+/)*[-\w]+-v\d+", name) is not None
+
+
+def known() -> list[str]:
+    """The ids that are here, and those of D4RL's and MuJoCo's datasets on Minari's server."""
+    with Path(__file__).with_name("minari.txt").open() as file:
+        return [*list_local_datasets(), *file.read().split()]
+
+
+def read(source: str) -> Recording:
+    """The recording of a Minari id, downloaded at first use into Minari's own folder ($MINARI_DATASETS_PATH).
+
+    Raises InputError where there is no such dataset, it cannot be downloaded or read, or its observations or actions
+    are not vectors of numbers.
+    """
+    dataset_id = source.rpartition("://")[2].partition("/")[2] if "://" in source else source
+    folder = get_dataset_path(dataset_id)
+    if not (folder / "data" / "metadata.json").exists():
+        _download(source)
+    try:
+        return _recording(load_dataset(dataset_id), source)
+    except _BAD_FILES as error:
+        raise _damaged(folder, error) from None
+
+
+def _download(source: str) -> None:
+    try:
+        download_dataset(source, force_download=True)  # forced: a folder may be there from a download that was killed
+    except Exception as error:  # each remote raises its own library's kinds, and this is where all of them end
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        close = nearest(source, [name for name in known() if name != source])
+        raise InputError(
+            f"{source} is not in {get_dataset_path()} and cannot be downloaded ({reason}){close}"
+        ) from None
+
+
+def _recording(dataset: MinariDataset, source: str) -> Recording:
+    metadata = dataset.storage.metadata
+    obs_space, action_space = dataset.observation_space, dataset.action_space
+    if not isinstance(action_space, Box) or len(action_space.shape) != 1 or not _is_vector(obs_space):
+        raise InputError(
+            f"{source}: observations are {obs_space}, actions {action_space}; "
+            "the algorithms here take vectors of numbers"
+        )
+    lengths = [int(facts["total_steps"]) for facts in dataset.storage.get_episode_metadata(dataset.episode_indices)]
+    if sum(lengths) == 0:
+        raise InputError(f"{source} is empty: it holds no transitions")
+    ends = np.cumsum([length for length in lengths if length > 0])
+
+    def blocks() -> Iterator[Block]:
+        waiting: list[Block] = []
+        for episode in _episodes(dataset, lengths):
+            obs = _joined(obs_space, episode.observations)
+            if len(obs) != len(episode.rewards) + 1:
+                raise _damaged(dataset.storage.data_path, ValueError("an episode lacks its last observation"))
+            waiting.append(Block(obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations))
+            if sum(len(block.rewards) for block in waiting) >= BLOCK_ROWS:
+                yield _concatenated(waiting)
+                waiting = []
+        if waiting:
+            yield _concatenated(waiting)
+
+    def rewards() -> Array:
+        return np.concatenate([episode.rewards for episode in _episodes(dataset, lengths)])
+
+    env, env_kwargs = _environment(metadata)
+    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
+    bounded = bool(np.isfinite([action_space.low, action_space.high]).all())
+    files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
+    return Recording(
+        source, _width(obs_space), int(action_space.shape[0]), ends, np.full(len(ends), np.nan), blocks, rewards,
+        env=env, env_kwargs=env_kwargs,
+        action_low=action_space.low if bounded else -1.0, action_high=action_space.high if bounded else 1.0,
+        reference=None if low is None or high is None else (float(low), float(high)),
+        version=tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+    )  # fmt: skip
+
+
+def _episodes(dataset: MinariDataset, lengths: list[int]) -> Iterator[Any]:
+    """The episodes that hold a step; the library's errors as ours."""
+    try:
+        for episode, length in zip(dataset.iterate_episodes(), lengths, strict=True):
+            if len(episode.rewards) != length:
+                raise ValueError("an episode is not as long as its metadata say")
+            if length:
+                yield episode
+    except _BAD_FILES as error:
+        raise _damaged(dataset.storage.data_path, error) from None
+
+
+def _environment(metadata: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Id and constructor's arguments of the evaluation environment, else of the one that made the data."""
+    text = metadata.get("eval_env_spec") or metadata.get("env_spec")
+    if not isinstance(text, str):
+        return None, {}
+    spec = json.loads(text)
+    env = trusted_environment(spec.get("id"))
+    limit = spec.get("max_episode_steps")
+    return env, dict(spec.get("kwargs") or {}) | ({"max_episode_steps": limit} if limit else {})
+
+
+def _is_vector(space: Space[Any]) -> bool:
+    if isinstance(space, Dict):
+        return all(_is_vector(entry) for entry in space.spaces.values())
+    return isinstance(space, Box)
+
+
+def _width(space: Space[Any]) -> int:
+    if isinstance(space, Dict):
+        return sum(_width(entry) for entry in space.spaces.values())
+    return int(np.prod(space.shape or ()))
+
+
+def _joined(space: Space[Any], values: Any) -> Array:
+    """Observations [steps, obs_dim], a dict's entries in its space's order."""
+    if isinstance(space, Dict):
+        return np.concatenate([_joined(entry, values[key]) for key, entry in space.spaces.items()], axis=1)
+    array = np.asarray(values)
+    return array.reshape(len(array), -1)
+
+
+def _concatenated(blocks: list[Block]) -> Block:
+    return Block(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return InputError(f"{path} is not a whole Minari dataset ({reason}): delete that folder to download it anew")
