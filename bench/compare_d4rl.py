@@ -71,7 +71,9 @@ def main() -> None:
         for seed, case in enumerate(cases * 3):
             make_file(folder / f"{seed}.hdf5", seed, *case)
         line = [".venv-d4rl/bin/python", str(Path(__file__).with_name("d4rl_answers.py")), name, str(HORIZON)]
-        subprocess.run(line, check=True, env=os.environ | {"D4RL_SUPPRESS_IMPORT_ERROR": "1"}, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            line, check=True, env=os.environ | {"D4RL_SUPPRESS_IMPORT_ERROR": "1"}, stderr=subprocess.DEVNULL
+        )
         check_ids(json.loads((folder / "ids.json").read_text()))
         files = sorted(folder.glob("*.hdf5"))
         compared = sum(map(check_conversions, files))

@@ -48,6 +48,20 @@ def _ids() -> dict[str, Entry]:
 IDS = _ids()
 
 
+# D4RL measured its scores in environments whose dynamics and rewards these keep (docs/d4rl.md).
+_SAME_SCORES = {
+    "HalfCheetah-v4": "halfcheetah-medium-v2",
+    "Hopper-v4": "hopper-medium-v2",
+    "Walker2d-v4": "walker2d-medium-v2",
+}
+
+
+def reference(name: str | None) -> tuple[float, float] | None:
+    """The returns that score 0 and 100 for one of D4RL's ids, or in an environment whose returns D4RL measured."""
+    entry = IDS.get(_SAME_SCORES.get(name or "", name or ""))
+    return entry.reference if entry else None
+
+
 def folder() -> Path:
     """D4RL's own cache: $D4RL_DATASET_DIR, else ~/.d4rl/datasets."""
     return Path(os.environ.get("D4RL_DATASET_DIR", "~/.d4rl/datasets")).expanduser()
@@ -127,7 +141,8 @@ class _Layout:
         if not path.is_file():
             raise InputError(f"there is no file {path}")
         try:
-            self.file = h5py.File(path, "r", rdcc_nbytes=CHUNK_CACHE, rdcc_nslots=10_007)
+            # Without HDF5's own lock, which many network file systems do not know.
+            self.file = h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE, rdcc_nslots=10_007)
         except (OSError, RuntimeError, ValueError) as error:
             raise _damaged(path, error) from None
         try:
@@ -226,13 +241,13 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
             raise _damaged(layout.path, error) from None
 
     stat = layout.path.stat()
-    reference = entry.reference if entry else None
+    scores = entry.reference if entry else reference(env)
     if "ref_min_score" in facts and "ref_max_score" in facts:
-        reference = (float(facts["ref_min_score"]), float(facts["ref_max_score"]))
+        scores = (float(facts["ref_min_score"]), float(facts["ref_max_score"]))
     return Recording(
         source, layout.obs_dim, layout.action_dim, ends[some], lost[some], blocks, kept_rewards,
         env=env, env_kwargs=json.loads(facts.get("env_kwargs", "{}")),
-        action_low=facts.get("action_low", -1.0), action_high=facts.get("action_high", 1.0), reference=reference,
+        action_low=facts.get("action_low", -1.0), action_high=facts.get("action_high", 1.0), reference=scores,
         version=(str(layout.path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
     )  # fmt: skip
 

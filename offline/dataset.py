@@ -4,6 +4,7 @@ import copy
 import hashlib
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -250,18 +251,21 @@ class _Prepared:
     def widths(self) -> tuple[int, ...]:
         return (self.recording.obs_dim, self.recording.action_dim, 1, self.recording.obs_dim, 1)
 
-    def read(self) -> Any:
+    def read(self) -> Iterator[Block]:
         low, high = np.asarray(self.recording.action_low), np.asarray(self.recording.action_high)
         unit = bool((low == -1).all() and (high == 1).all())
         first = 0
-        for obs, actions, rewards, next_obs, terminations in self.recording.blocks():
+        for recorded in self.recording.blocks():
+            rewards, actions = np.asarray(recorded.rewards, np.float64), recorded.actions
+            if (self.reward_scale, self.reward_shift) != (1.0, 0.0):
+                rewards = rewards * self.reward_scale + self.reward_shift
             if not unit:
                 actions = 2.0 * (actions - low) / (high - low) - 1.0
-            if self.max_action is not None:
-                actions = np.clip(actions, -self.max_action, self.max_action)
-            if (self.reward_scale, self.reward_shift) != (1.0, 0.0):
-                rewards = rewards.astype(np.float64) * self.reward_scale + self.reward_shift
-            block = Block(obs, actions, rewards, next_obs, terminations)
+            with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+                parts = (
+                    part.astype(np.float32, copy=False) for part in recorded._replace(rewards=rewards, actions=actions)
+                )
+                block = Block(*parts)
             for name, part in zip(Block._fields, block, strict=True):
                 if not np.isfinite(part).all():
                     row = first + int(np.argwhere(~np.isfinite(part))[0][0])
@@ -270,6 +274,8 @@ class _Prepared:
                         f"`python -m offline.inspect {self.recording.id}` counts such values"
                     )
             first += len(rewards)
+            if self.max_action is not None:
+                block = block._replace(actions=np.clip(block.actions, -self.max_action, self.max_action))
             yield block
 
 

@@ -26,8 +26,13 @@ _BAD_FILES = (OSError, ValueError, KeyError, TypeError, AttributeError, Assertio
 
 
 def is_id(name: str) -> bool:
-    """Whether it has the form of a Minari id: (namespace/)name-v0, or a remote's address, ://, and such an id."""
-    return re.fullmatch(r"(\w+://[-\w.]+/)?([-\w]+/)*[-\w]+-v\d+", name) is not None
+    """Whether it has the form of a Minari id, namespace/name-v0, perhaps behind a remote's address and ://.
+
+    One without a namespace is an id only where such a dataset is here: Minari's server has none.
+    """
+    if re.fullmatch(r"(\w+://[-\w.]+/)?([-\w]+/)+[-\w]+-v\d+", name):
+        return True
+    return re.fullmatch(r"[-\w]+-v\d+", name) is not None and (get_dataset_path(name) / "data").exists()
 
 
 def known() -> list[str]:
@@ -50,6 +55,18 @@ def read(source: str) -> Recording:
         return _recording(load_dataset(dataset_id), source)
     except _BAD_FILES as error:
         raise _damaged(folder, error) from None
+
+
+def reference(dataset_id: str) -> tuple[float, float] | None:
+    """The returns that score 0 and 100, as a dataset that is here states them."""
+    if not is_id(dataset_id) or not (get_dataset_path(dataset_id) / "data" / "metadata.json").exists():
+        return None
+    return _reference(load_dataset(dataset_id).storage.metadata)
+
+
+def _reference(metadata: dict[str, Any]) -> tuple[float, float] | None:
+    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
+    return None if low is None or high is None else (float(low), float(high))
 
 
 def _download(source: str) -> None:
@@ -93,14 +110,13 @@ def _recording(dataset: MinariDataset, source: str) -> Recording:
         return np.concatenate([episode.rewards for episode in _episodes(dataset, lengths)])
 
     env, env_kwargs = _environment(metadata)
-    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
     bounded = bool(np.isfinite([action_space.low, action_space.high]).all())
     files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
     return Recording(
         source, _width(obs_space), int(action_space.shape[0]), ends, np.full(len(ends), np.nan), blocks, rewards,
         env=env, env_kwargs=env_kwargs,
         action_low=action_space.low if bounded else -1.0, action_high=action_space.high if bounded else 1.0,
-        reference=None if low is None or high is None else (float(low), float(high)),
+        reference=_reference(metadata),
         version=tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files),
     )  # fmt: skip
 

@@ -1,0 +1,193 @@
+"""Downloads from a local server that breaks off, changes its mind, lies and refuses."""
+
+import http.server
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from d4rl_file import make
+
+from common.errors import InputError, RunError
+from offline import download as module
+from offline.d4rl import read
+from offline.download import download
+
+CONTENT = bytes(range(256)) * 4000  # just over a million bytes
+
+
+class Server:
+    """Serves `content` at any address; what it does wrong is set by its attributes."""
+
+    def __init__(self) -> None:
+        self.content, self.tag, self.ranges_known = CONTENT, '"1"', True
+        self.cut_at: list[int] = []  # of the next replies, after how many bytes each is cut
+        self.delay, self.status = 0.0, 200
+        self.asked: list[str | None] = []  # the Range of each request
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.reply(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/file.hdf5"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def reply(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        wanted = request.headers.get("Range")
+        self.asked.append(wanted)
+        first = 0
+        if self.status != 200:
+            request.send_error(self.status)
+            return
+        if wanted and self.ranges_known and request.headers.get("If-Range") in (None, self.tag):
+            first = int(re.findall(r"\d+", wanted)[0])
+            if first >= len(self.content):
+                request.send_error(416)
+                return
+            request.send_response(206)
+        else:
+            request.send_response(200)
+        body = self.content[first:]
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("ETag", self.tag)
+        request.end_headers()
+        time.sleep(self.delay)
+        request.wfile.write(body[: self.cut_at.pop(0)] if self.cut_at else body)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def anything(_: Path) -> None:
+    """A check that every file passes."""
+
+
+def test_it_lands_whole_and_alone(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.hdf5"
+    download(server.url, path, anything)
+    assert path.read_bytes() == CONTENT
+    assert left(path.parent) == {"file.hdf5"}
+
+
+def test_a_cut_reply_is_gone_on_with_at_once(server: Server, tmp_path: Path) -> None:
+    server.cut_at = [300_000, 200_000]
+    download(server.url, tmp_path / "file.hdf5", anything)
+    assert (tmp_path / "file.hdf5").read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=300000-", "bytes=500000-"]
+
+
+def test_a_server_that_cuts_every_time_leaves_a_part_to_go_on_with(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "file.hdf5"
+    server.cut_at = [100_000] * module.TRIES
+    with pytest.raises(RunError, match=r"was cut short.*the same command goes on"):
+        download(server.url, path, anything)
+    assert not path.exists()
+    download(server.url, path, anything)
+    assert path.read_bytes() == CONTENT
+    assert server.asked[-1] == f"bytes={100_000 * module.TRIES}-"
+    assert left(tmp_path) == {"file.hdf5"}
+
+
+@pytest.mark.parametrize("how", ["another file", "no ranges"])
+def test_parts_of_two_files_are_never_joined(server: Server, tmp_path: Path, how: str) -> None:
+    path = tmp_path / "file.hdf5"
+    server.cut_at = [100_000] * module.TRIES
+    with pytest.raises(RunError):
+        download(server.url, path, anything)
+    server.content = CONTENT[::-1]
+    server.tag, server.ranges_known = ('"2"', True) if how == "another file" else ('"1"', False)
+    download(server.url, path, anything)
+    assert path.read_bytes() == CONTENT[::-1]
+
+
+def test_a_part_that_was_whole_already(server: Server, tmp_path: Path) -> None:
+    """Killed between the last byte and the rename: there is nothing left to ask for."""
+    (tmp_path / "file.hdf5.part").write_bytes(CONTENT)
+    (tmp_path / "file.hdf5.part.json").write_text('{"validator": "\\"1\\""}')
+    download(server.url, tmp_path / "file.hdf5", anything)
+    assert (tmp_path / "file.hdf5").read_bytes() == CONTENT
+    assert left(tmp_path) == {"file.hdf5"}
+
+
+def test_content_that_fails_the_check_is_deleted(server: Server, tmp_path: Path) -> None:
+    def refuse(_: Path) -> None:
+        raise InputError("it is a page")
+
+    with pytest.raises(InputError, match=r"does not hold what it should.*it is a page"):
+        download(server.url, tmp_path / "file.hdf5", refuse)
+    assert left(tmp_path) == set()
+
+
+@pytest.mark.parametrize(("status", "said"), [(404, "Not Found"), (403, "Forbidden"), (500, "Internal")])
+def test_a_refusal_says_what_to_do(server: Server, tmp_path: Path, status: int, said: str) -> None:
+    server.status = status
+    with pytest.raises(InputError, match=rf"{said}.*put it at .*file\.hdf5"):
+        download(server.url, tmp_path / "file.hdf5", anything)
+
+
+def test_no_network(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be downloaded.*by other means"):
+        download("http://127.0.0.1:9/file.hdf5", tmp_path / "file.hdf5", anything)
+    with pytest.raises(InputError, match="cannot be downloaded"):
+        download("http://no-such-host.invalid/file.hdf5", tmp_path / "file.hdf5", anything)
+    assert not (tmp_path / "file.hdf5").exists()
+
+
+def test_a_disk_that_is_too_small_is_not_filled(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(RunError, match=r"10 bytes free.*make room"):
+        download(server.url, tmp_path / "file.hdf5", anything)
+    assert not (tmp_path / "file.hdf5").exists()
+
+
+def test_two_processes_at_once_make_one_file(server: Server, tmp_path: Path) -> None:
+    server.delay = 0.5
+    path = tmp_path / "file.hdf5"
+    call = f"download({server.url!r}, Path({str(path)!r}), print)"
+    program = f"from offline.download import download; from pathlib import Path; {call}"
+    both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert path.read_bytes() == CONTENT
+    assert len(server.asked) == 1
+    assert left(tmp_path) == {"file.hdf5"}
+
+
+def test_an_id_is_downloaded_once_into_d4rls_folder(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.content = make(tmp_path / "theirs.hdf5", "..t..o").read_bytes()
+    monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
+    for _ in range(2):
+        assert len(read("walker2d-medium-v2")) == 5
+    assert len(server.asked) == 1
+    assert left(tmp_path / "cache") == {"walker2d_medium-v2.hdf5"}
+
+
+def test_an_id_whose_download_is_no_dataset(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=r"does not hold what it should.*not a whole HDF5 file"):
+        read("walker2d-medium-v2")
+    assert left(tmp_path / "cache") == set()
