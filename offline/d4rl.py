@@ -21,8 +21,8 @@ from offline.environments import environment_of
 from offline.recording import Array, Block, Recording, nearest, trusted_environment
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
-BLOCK_ROWS = 32_768
-CHUNK_CACHE = 16 * 2**20  # bytes: D4RL's files are chunked by columns, and a chunk must survive until its rows are read
+BLOCK_ROWS = 16_384
+CHUNK_CACHE = 8 * 2**20  # bytes a key: HDF5's own 1 MB would unpack a chunk anew for every block that touches it
 
 
 class Entry(NamedTuple):
@@ -193,6 +193,12 @@ class _Layout:
             raise InputError(f"{self.path}: {key} promises {promised:,} bytes but stores {stored:,}: it is not read")
         return data
 
+    def block_rows(self) -> int:
+        """About BLOCK_ROWS, in whole chunks, so that each is unpacked once."""
+        chunks = self.file["observations"].chunks
+        rows = int(chunks[0]) if chunks else 1
+        return rows * max(1, BLOCK_ROWS // rows)
+
     def column(self, key: str) -> Array:
         """A whole array of one number a row."""
         values: Array = self.file[key][:]
@@ -226,12 +232,13 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
         raise InputError(f"{layout.path}: no step has a successor, so it holds no transitions")
 
     def blocks() -> Iterator[Block]:
-        for first in range(0, layout.rows, BLOCK_ROWS):
+        step = layout.block_rows()
+        for first in range(0, layout.rows, step):
             try:
-                block = _block(layout, first, min(first + BLOCK_ROWS, layout.rows), next_known, last_rows, compat)
+                block = _block(layout, first, min(first + step, layout.rows), next_known, last_rows, compat)
             except (OSError, RuntimeError, ValueError) as error:
                 raise _damaged(layout.path, error) from None
-            rows = keep[first : first + BLOCK_ROWS]
+            rows = keep[first : first + step]
             yield block if rows.all() else Block(*(part[rows] for part in block))
 
     def kept_rewards() -> Array:

@@ -1,0 +1,302 @@
+"""What algorithms need of a dataset: each against a second, slower way to get it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from d4rl_file import make
+
+from common.errors import InputError, RunError
+from offline.dataset import TANH_LIMIT, Dataset, WeightedSampler, load
+
+ENDS = "....t..o.....o.t...o..."  # six episodes and an unfinished one
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    random = np.random.default_rng(3)
+    rewards = random.standard_normal(len(ENDS)).astype(np.float32)
+    return str(make(tmp_path / "a.hdf5", ENDS, rewards=rewards, actions=random.uniform(-2, 2, (len(ENDS), 3))))
+
+
+def episodes(path: str, scale: float = 1.0, shift: float = 0.0) -> list[tuple[list[float], int]]:
+    """Each episode's scaled rewards, one it loses included, and how many of them are transitions."""
+    with h5py.File(path) as file:
+        rewards = file["rewards"][:].astype(np.float64) * scale + shift
+    found, first = [], 0
+    for row, end in enumerate(ENDS):
+        if end in "to" or row == len(ENDS) - 1:
+            found.append((rewards[first : row + 1].tolist(), row + 1 - first - (end != "t")))
+            first = row + 1
+    return found
+
+
+def test_boundaries(path: str) -> None:
+    dataset = load(path)
+    assert dataset.lengths.tolist() == [length for _, length in episodes(path)]
+    assert dataset.starts.tolist() == [0, *dataset.ends[:-1]]
+    assert np.flatnonzero(dataset.truncations).tolist() == [6, 11, 16, 18]
+    assert (len(dataset), len(dataset.buffer), dataset.buffer.capacity) == (19, 19, 19)
+
+
+def test_returns(path: str) -> None:
+    expected = [sum(rewards) for rewards, _ in episodes(path, 2.0, -1.0)]
+    assert np.allclose(load(path, reward_scale=2.0, reward_shift=-1.0).returns(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_return_to_go(path: str, gamma: float) -> None:
+    expected = []
+    for rewards, length in episodes(path, 10.0, -5.0):
+        for step in range(length):
+            expected.append(sum(gamma**k * reward for k, reward in enumerate(rewards[step:])))
+    dataset = load(path, reward_scale=10.0, reward_shift=-5.0)
+    assert np.allclose(dataset.return_to_go(gamma), expected, rtol=1e-5)
+
+
+def test_return_to_go_of_an_episode_that_never_succeeds(tmp_path: Path) -> None:
+    """Cal-QL: it goes on failing for ever; one that succeeds at its very last step, which is lost, does not."""
+    rewards = np.array([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0], np.float32)
+    path = str(make(tmp_path / "a.hdf5", "..o....o...o", rewards=rewards))
+    to_go = load(path, reward_scale=10.0, reward_shift=-5.0).return_to_go(0.9, failure=-5.0)
+    assert np.allclose(to_go[:2], -50.0)
+    assert np.allclose(to_go[2:6], [-5 * (1 - 0.9**k) / 0.1 + 5 * 0.9**k for k in (4, 3, 2, 1)])
+    assert to_go[8] == pytest.approx(5 - 0.9 * 5)
+
+
+class TestRewards:
+    def test_they_are_scaled_once_and_online_ones_alike(self, path: str) -> None:
+        raw, dataset = load(path), load(path, reward_scale=10.0, reward_shift=-5.0)
+        assert np.allclose(dataset.column("rewards"), raw.column("rewards") * 10 - 5, atol=1e-5)
+        assert np.allclose(dataset.scale(raw.column("rewards")), dataset.column("rewards"), atol=1e-5)
+
+    def test_normalized_as_iql_does(self, path: str) -> None:
+        raw, dataset = load(path), load(path, normalize_returns=True)
+        spread = raw.returns().max() - raw.returns().min()
+        assert np.ptp(dataset.returns()) == pytest.approx(1000.0)
+        assert dataset.reward_scale == pytest.approx(1000.0 / spread)
+
+    def test_equal_returns_cannot_be_normalized(self, tmp_path: Path) -> None:
+        path = str(make(tmp_path / "a.hdf5", "..t..t", rewards=np.zeros(6)))
+        with pytest.raises(InputError, match="all returns are equal"):
+            load(path, normalize_returns=True)
+
+
+class TestActions:
+    def test_they_are_clipped_so_that_a_tanh_policy_can_take_them(self, path: str) -> None:
+        with h5py.File(path) as file:
+            raw = file["actions"][:]
+        clipped = load(path).column("actions")
+        assert np.abs(clipped).max() == np.float32(TANH_LIMIT) < 1
+        kept = [row for row, end in enumerate(ENDS[:-1]) if end != "o"]
+        assert np.array_equal(load(path, max_action=None).column("actions"), raw[kept].astype(np.float32))
+        assert torch.atanh(load(path).buffer.rows[:, 2:5]).isfinite().all()
+
+    def test_the_environments_own_box_becomes_minus_one_to_one(self, tmp_path: Path) -> None:
+        actions = np.array([[-0.4, 0.0], [0.4, 5.0], [0.0, 10.0]], np.float32)
+        path = make(tmp_path / "a.hdf5", "..t", actions=actions)
+        with h5py.File(path, "a") as file:
+            file.attrs["action_low"], file.attrs["action_high"] = np.float32([-0.4, 0.0]), np.float32([0.4, 10.0])
+        expected = [[-1, -1], [1, 0], [0, 1]]
+        assert np.allclose(load(str(path), max_action=None).column("actions"), expected)
+
+
+def test_obs_statistics(tmp_path: Path) -> None:
+    obs = np.random.default_rng(0).normal([0, 1e4, -3], [1, 0.1, 0], (5000, 3))
+    path = make(tmp_path / "a.hdf5", "." * 4999 + "t", observations=obs, actions=np.zeros((5000, 1)))
+    mean, deviation = load(str(path)).obs_statistics()
+    assert np.allclose(mean, obs.mean(0), rtol=1e-6)
+    assert np.allclose(deviation, obs.astype(np.float32).astype(np.float64).std(0), rtol=1e-4, atol=1e-6)
+
+
+class TestTop:
+    def test_the_best_episodes_that_together_hold_so_many_transitions(self, path: str) -> None:
+        dataset = load(path)
+        best = np.argsort(-dataset.returns())
+        for fraction in (0.05, 0.3, 0.6, 1.0):
+            top = dataset.top(fraction)
+            assert np.array_equal(top.returns(), dataset.returns()[best][: len(top.ends)])
+            assert len(top) <= max(fraction * len(dataset), dataset.lengths[best[0]])
+            if len(top.ends) < len(best):  # one more would be too many
+                assert len(top) + dataset.lengths[best[len(top.ends)]] > fraction * len(dataset)
+            one = best[len(top.ends) - 1]
+            rows = dataset.buffer.rows[dataset.starts[one] : dataset.ends[one]]
+            assert torch.equal(top.buffer.rows[top.starts[-1] : top.ends[-1]], rows)
+
+    @pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
+    def test_a_fraction_that_is_none(self, path: str, fraction: float) -> None:
+        with pytest.raises(InputError, match="the top fraction"):
+            load(path).top(fraction)
+
+
+class TestWeights:
+    def test_return_weighting(self, path: str) -> None:
+        """Hong et al.'s formula, transition by transition."""
+        dataset = load(path)
+        returns = dataset.returns()
+        normal = (returns - returns.min()) / (returns.max() - returns.min())
+        each = [np.exp(normal[i] / 0.1) for i, length in enumerate(dataset.lengths) for _ in range(length)]
+        assert np.allclose(dataset.weights(0.1), np.array(each) / sum(each))
+        assert np.allclose(dataset.weights(1e9), 1 / len(dataset))
+
+    def test_advantage_weighting_takes_out_what_the_start_explains(self, tmp_path: Path) -> None:
+        """Episodes whose returns are a linear function of their first obs are all equally good."""
+        obs = np.random.default_rng(0).standard_normal((30, 2)).astype(np.float32)
+        rewards = np.zeros(30)
+        rewards[::3] = 3 * obs[::3, 0] - obs[::3, 1] + 7
+        dataset = load(str(make(tmp_path / "a.hdf5", "..t" * 10, observations=obs, rewards=rewards)))
+        assert np.ptp(dataset.weights(0.1)) > 1e-2
+        rewards[3] += 1.0
+        better = load(str(make(tmp_path / "b.hdf5", "..t" * 10, observations=obs, rewards=rewards)))
+        weights = better.weights(0.1, baseline=True).reshape(10, 3)
+        assert weights[:, 0].argmax() == 1
+
+    def test_batches_follow_them(self, path: str) -> None:
+        dataset = load(path)
+        weights = np.random.default_rng(0).random(len(dataset))
+        weights[[0, 7, len(weights) - 1]] = 0.0
+        weights /= weights.sum()
+        batch = WeightedSampler(dataset.buffer, weights).sample(200_000, torch.Generator().manual_seed(0))
+        rows = {tuple(row): i for i, row in enumerate(dataset.column("obs").tolist())}
+        drawn = [rows[tuple(row)] for row in batch.obs.tolist()]
+        assert batch.rewards.tolist() == dataset.column("rewards")[drawn].tolist()
+        counts = np.bincount(drawn, minlength=len(dataset))
+        assert counts[weights == 0].sum() == 0
+        deviation = np.sqrt(200_000 * weights * (1 - weights))
+        assert (np.abs(counts - 200_000 * weights) <= 5 * deviation).all()
+
+
+class TestFingerprint:
+    def test_equal_data_equal_fingerprint(self, path: str) -> None:
+        ways = [load(path), load(path, mapped=True), load(path, capacity=50)]
+        assert len({dataset.fingerprint() for dataset in ways}) == 1
+
+    def test_it_tells_everything_apart(self, path: str) -> None:
+        ways: list[Dataset] = [
+            load(path), load(path, reward_scale=2.0), load(path, max_action=0.5), load(path, compat=True),
+            load(path).top(0.5),
+        ]  # fmt: skip
+        assert len({dataset.fingerprint() for dataset in ways}) == len(ways)
+
+
+class TestCapacity:
+    def test_online_transitions_go_behind_the_data(self, path: str) -> None:
+        for mapped in (False, True):
+            dataset = load(path, capacity=25, mapped=mapped)
+            before = dataset.buffer.rows[:19].clone()
+            for _ in range(3):
+                dataset.buffer.add([[1, 2]], [[0, 0, 0]], [3], [[4, 5]], [True])
+            assert torch.equal(dataset.buffer.rows[:19], before)
+            assert dataset.buffer.rows[19:22, 0].tolist() == [1, 1, 1]
+            assert (len(dataset), len(dataset.buffer)) == (19, 22)
+
+    def test_a_smaller_one_is_refused(self, path: str) -> None:
+        with pytest.raises(InputError, match="has 19 transitions, the replay buffer has room for 18"):
+            load(path, capacity=18)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONRAMP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def memory_of(load_it: str, kind: str) -> tuple[int, int]:
+    """Bytes of the buffer, and by how much loading and sampling it raise this line of /proc/self/status."""
+    program = (
+        "import re, torch\nfrom pathlib import Path\nfrom offline.dataset import load\n"
+        "def memory(): return 1024 * int(re.search(r'"
+        + kind
+        + r":\s*(\d+)', Path('/proc/self/status').read_text())[1])"
+        "\nPath('/proc/self/clear_refs').write_text('5')\n"  # the peak so far is forgotten
+        f"before = memory()\ndataset = {load_it}\n"
+        "dataset.buffer.sample(1000, torch.Generator().manual_seed(0))\n"
+        "print(dataset.buffer.num_bytes, memory() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    num_bytes, taken = map(int, done.stdout.split())
+    return num_bytes, taken
+
+
+class TestMapped:
+    def test_the_same_rows_from_the_disk(self, path: str, own_cache: Path) -> None:
+        mapped = load(path, mapped=True, reward_scale=3.0)
+        assert torch.equal(mapped.buffer.rows, load(path, reward_scale=3.0).buffer.rows)
+        assert mapped.buffer.file is not None
+        assert mapped.buffer.file.parent == own_cache
+
+    def test_a_changed_file_or_other_arguments_make_another(self, path: str, own_cache: Path) -> None:
+        load(path, mapped=True)
+        load(path, mapped=True, reward_scale=2.0)
+        assert len(list(own_cache.iterdir())) == 2
+        make(Path(path), ENDS, rewards=np.ones(len(ENDS)))
+        assert load(path, mapped=True).column("rewards").tolist() == [1] * 19
+        assert len(list(own_cache.iterdir())) == 3
+
+    def test_what_is_written_to_it_stays_in_memory(self, path: str) -> None:
+        for _ in range(2):
+            dataset = load(path, mapped=True)
+            assert dataset.buffer.rows.isfinite().all()
+            dataset.buffer.rows.fill_(float("nan"))
+
+    def test_it_comes_by_itself_where_memory_does_not_hold_it(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert load(path).buffer.file is None
+        monkeypatch.setattr("offline.dataset.free_memory", lambda _: 100)
+        assert load(path).buffer.file is not None
+
+    def test_a_device_that_cannot(self, path: str) -> None:
+        with pytest.raises(InputError, match="meta cannot do"):
+            load(path, device="meta", mapped=True)
+
+    def test_a_full_disk_leaves_nothing(self, path: str, own_cache: Path) -> None:
+        program = (
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
+            "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "from common.errors import RunError\nfrom offline.dataset import load\n"
+            f"try:\n    load({path!r}, mapped=True)\nexcept RunError as error:\n    raise SystemExit(str(error))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert "cannot be written (File too large): make room" in done.stderr
+        assert list(own_cache.iterdir()) == []
+
+    def test_a_cache_that_cannot_be_written(self, path: str, own_cache: Path) -> None:
+        own_cache.write_text("a file")
+        with pytest.raises(RunError, match="cannot be written"):
+            load(path, mapped=True)
+
+    def test_memory_holds_only_what_is_read(self, tmp_path: Path) -> None:
+        """200 MB mapped, of which a thousand rows are read: next to nothing is memory that the disk does not back."""
+        rows = 500_000
+        path = tmp_path / "large.hdf5"
+        with h5py.File(path, "w") as file:
+            file["observations"] = np.random.default_rng(0).random((rows, 48), np.float32)
+            for name, shape in (("actions", (rows, 2)), ("rewards", (rows,)), ("terminals", (rows,))):
+                file.create_dataset(name, data=np.zeros(shape, np.float32))
+            file["timeouts"] = np.arange(rows) % 1000 == 999
+        load(str(path), mapped=True)
+        num_bytes, taken = memory_of(f"load({str(path)!r}, mapped=True)", "RssAnon")
+        assert num_bytes > 190e6
+        assert taken < 0.3 * num_bytes
+        num_bytes, taken = memory_of(f"load({str(path)!r}, mapped=False)", "RssAnon")
+        assert taken > 0.9 * num_bytes
+
+
+def test_loading_takes_little_more_memory_than_the_buffer(tmp_path: Path) -> None:
+    """At the peak, beside what the process had: 1.3 times the buffer's own."""
+    rows = 600_000
+    path = tmp_path / "large.hdf5"
+    random = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for name, width in (("observations", 17), ("actions", 6)):
+            data = random.random((rows, width), np.float32)
+            file.create_dataset(name, data=data, chunks=(15_625, 1), compression="gzip", compression_opts=1)
+        file["rewards"] = random.random(rows, np.float32)
+        file["terminals"] = np.zeros(rows, bool)
+        file["timeouts"] = np.arange(rows) % 1000 == 999
+    num_bytes, taken = memory_of(f"load({str(path)!r})", "VmHWM")
+    assert num_bytes > 100e6
+    assert num_bytes * 0.9 < taken <= 1.3 * num_bytes
