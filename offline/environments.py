@@ -66,8 +66,9 @@ class Maze(gym.Wrapper[Array, Array, Any, Any]):
         raise NotImplementedError
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        self.env.reset(seed=seed)
-        random, maze = self.unwrapped.np_random, self.get_wrapper_attr("unwrapped")
+        self.env.reset(seed=seed)  # no options: the start and the goal are the task's
+        maze: Any = self.unwrapped
+        random = maze.np_random
         self.goal = self.draw_goal(random)
         positions, velocities = self.draw_start(random)
         positions[:2] -= self.shift
