@@ -19,6 +19,8 @@ from common import checkpoint
 from common.run import RunArgs
 
 ROOT = Path(__file__).parents[1]
+# Data that is not part of the project: beside the repository, or where ONRAMP_SHARED says. May be absent.
+SHARED = Path(os.environ.get("ONRAMP_SHARED", ROOT.parent / "shared"))
 COMMON = {
     "env": "Pendulum-v1",
     "hidden": (16, 16),

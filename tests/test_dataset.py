@@ -209,10 +209,9 @@ def memory_of(load_it: str, kind: str) -> tuple[int, int]:
     """Bytes of the buffer, and by how much loading and sampling it raise this line of /proc/self/status."""
     program = (
         "import re, torch\nfrom pathlib import Path\nfrom offline.dataset import load\n"
-        "def memory(): return 1024 * int(re.search(r'"
-        + kind
-        + r":\s*(\d+)', Path('/proc/self/status').read_text())[1])"
-        "\nPath('/proc/self/clear_refs').write_text('5')\n"  # the peak so far is forgotten
+        "def memory():\n    status = Path('/proc/self/status').read_text()\n"
+        f"    return 1024 * int(re.search(r'{kind}:\\s*(\\d+)', status)[1])\n"
+        "Path('/proc/self/clear_refs').write_text('5')\n"  # the peak so far is forgotten
         f"before = memory()\ndataset = {load_it}\n"
         "dataset.buffer.sample(1000, torch.Generator().manual_seed(0))\n"
         "print(dataset.buffer.num_bytes, memory() - before)"
