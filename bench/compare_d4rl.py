@@ -56,11 +56,11 @@ def check_conversions(path: Path) -> int:
     for key, part in zip(keys, ours, strict=True):
         assert np.array_equal(part, theirs[key].astype(np.float32)), f"{path.name}: {key} differ"
     episodes = list(d4rl.trajectories(str(path), compat=True, horizon=HORIZON))
-    sequences = np.load(path.with_suffix(".sequences.npz"))
-    assert [len(episode["rewards"]) for episode in episodes] == sequences["lengths"].tolist(), f"{path.name}: episodes"
-    for key in episodes[0]:
+    lengths, *parts = np.load(path.with_suffix(".sequences.npz")).values()
+    assert [len(episode["rewards"]) for episode in episodes] == lengths.tolist(), f"{path.name}: episodes differ"
+    for key, part in zip(episodes[0], parts, strict=True):
         joined = np.concatenate([episode[key] for episode in episodes])
-        assert np.array_equal(joined, sequences[key]), f"{path.name}: sequences of {key} differ"
+        assert np.array_equal(joined, part), f"{path.name}: sequences of {key} differ"
     return len(recording)
 
 

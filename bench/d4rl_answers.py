@@ -3,7 +3,7 @@
     python bench/d4rl_answers.py FOLDER HORIZON
 
 Writes FOLDER/ids.json, and for each FOLDER/*.hdf5 the conversion of `qlearning_dataset` to *.qlearning.npz and the
-episodes of `sequence_dataset`, joined, to *.sequences.npz.
+episodes of `sequence_dataset`, joined, to *.sequences.npz: their lengths, then KEYS.
 """
 
 import json
@@ -14,6 +14,9 @@ import d4rl
 import gym
 import h5py
 import numpy as np
+
+
+KEYS = ("observations", "actions", "rewards", "terminals")
 
 
 def main(folder: Path, horizon: int) -> None:
@@ -29,10 +32,9 @@ def main(folder: Path, horizon: int) -> None:
         dataset = env.get_dataset(path)
         np.savez(path.with_suffix(".qlearning.npz"), **d4rl.qlearning_dataset(env, dataset))
         episodes = list(d4rl.sequence_dataset(env, dataset))
-        keys = ("observations", "actions", "rewards", "terminals")
-        joined = {key: np.concatenate([episode[key] for episode in episodes]) for key in keys}
-        lengths = [len(episode["rewards"]) for episode in episodes]
-        np.savez(path.with_suffix(".sequences.npz"), lengths=lengths, **joined)
+        parts = [np.concatenate([each[key] for each in episodes]) for key in KEYS]
+        lengths = np.array([len(each["rewards"]) for each in episodes])
+        np.savez(path.with_suffix(".sequences.npz"), lengths, *parts)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from common.errors import InputError
 from offline.download import download
-from offline.environments import environment_of
+from offline.environments import ENVIRONMENTS
 from offline.recording import Array, Block, Recording, nearest, trusted_environment
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
@@ -212,7 +212,7 @@ def _damaged(path: Path, error: Exception) -> InputError:
 
 def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> Recording:
     facts = dict(layout.file.attrs)
-    env = environment_of(source) if entry else trusted_environment(facts.get("env"))
+    env = ENVIRONMENTS.get(source) if entry else trusted_environment(facts.get("env"))
     rewards = layout.column("rewards").astype(np.float64)
     terminals = layout.column("terminals") != 0
     if "timeouts" in layout.file:

@@ -1,0 +1,213 @@
+"""Minari datasets, made with its own library in a folder of the test's, read into the buffer."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import minari
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Dict, Discrete, Space
+from minari.data_collector import EpisodeBuffer
+from minari.storage import remotes
+
+from common.errors import InputError
+from envs.make import make
+from offline import scores
+from offline.dataset import load
+from offline.minari import is_id
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the library's, that no author is named and the like
+PLAIN = Box(-np.inf, np.inf, (2,), np.float64)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    return tmp_path / "minari"
+
+
+def episode(steps: int, first: float, end: str, obs: Callable[[Any], Any] = lambda values: values) -> EpisodeBuffer:
+    """`steps` steps; the i-th observation is [first + i, -i]."""
+    values = np.stack([first + np.arange(steps + 1), -np.arange(steps + 1.0)], axis=1)
+    flags = np.zeros((2, steps), bool)
+    flags[["terminated", "truncated"].index(end), -1] = True
+    return EpisodeBuffer(
+        observations=obs(values), actions=np.linspace(-1, 1, steps)[:, None], rewards=np.arange(steps) + first,
+        terminations=flags[0], truncations=flags[1],
+    )  # fmt: skip
+
+
+def create(
+    episodes: list[EpisodeBuffer], name: str = "mine/made-v0", obs_space: Space[Any] = PLAIN, **facts: Any
+) -> str:
+    facts = {"action_space": Box(-2.0, 2.0, (1,), np.float32), "env": None} | facts
+    minari.create_dataset_from_buffers(name, buffer=episodes, observation_space=obs_space, **facts)
+    return name
+
+
+def test_every_step_is_a_transition_with_its_true_successor() -> None:
+    name = create([episode(3, 0.0, "terminated"), episode(4, 100.0, "truncated"), episode(1, 200.0, "truncated")])
+    dataset = load(name)
+    assert dataset.column("obs")[:, 0].tolist() == [0, 1, 2, 100, 101, 102, 103, 200]
+    assert dataset.column("next_obs")[:, 0].tolist() == [1, 2, 3, 101, 102, 103, 104, 201]
+    assert dataset.column("terminations").tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert dataset.truncations.tolist() == [False] * 6 + [True] * 2
+    assert dataset.ends.tolist() == [3, 7, 8]
+    assert dataset.returns().tolist() == [3, 406, 200]
+    assert np.allclose(dataset.column("actions")[:3, 0], [-0.5, 0, 0.5])  # of a box of ±2
+
+
+def test_many_short_episodes_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = create([episode(1 + i % 3, 10.0 * i, "truncated") for i in range(40)])
+    whole = load(name).buffer.rows
+    for rows in (1, 7, 50):
+        monkeypatch.setattr("offline.minari.BLOCK_ROWS", rows)
+        assert load(name).buffer.rows.equal(whole)
+
+
+def test_dict_observations_are_joined_as_the_environment_joins_them() -> None:
+    parts = {"observation": PLAIN, "achieved_goal": PLAIN, "desired_goal": PLAIN}
+
+    def split(values: Any) -> dict[str, Any]:
+        return {"observation": values, "achieved_goal": values + 1000, "desired_goal": 0 * values}
+
+    name = create([episode(3, 0.0, "truncated", split)], obs_space=Dict(parts))
+    dataset = load(name)
+    assert dataset.column("obs")[1].tolist() == [1001, 999, 0, 0, 1, -1]
+    assert dataset.column("next_obs")[1].tolist() == [1002, 998, 0, 0, 2, -2]
+
+
+def test_the_environment_is_recovered_with_its_arguments() -> None:
+    kwargs = {"healthy_reward": 5.0}
+    environment = gym.make("Hopper-v5", max_episode_steps=77, **kwargs)
+    spaces = {"obs_space": environment.observation_space, "action_space": environment.action_space}
+    steps = EpisodeBuffer(
+        observations=np.zeros((3, 11)), actions=np.zeros((2, 3), np.float32), rewards=np.zeros(2),
+        terminations=np.zeros(2, bool), truncations=np.array([False, True]),
+    )  # fmt: skip
+    dataset = load(create([steps], env=environment.spec, **spaces))
+    assert (dataset.env, dataset.env_kwargs) == ("Hopper-v5", kwargs | {"max_episode_steps": 77})
+    again = make(dataset.env, **dataset.env_kwargs)
+    assert again.spec is not None
+    assert (again.spec.max_episode_steps, again.unwrapped._healthy_reward) == (77, 5.0)  # type: ignore[attr-defined]
+    for_evaluation = create([steps], "mine/two-v0", env=environment.spec, eval_env="Hopper-v4", **spaces)
+    assert load(for_evaluation).env == "Hopper-v4"
+
+
+def test_its_own_reference_scores() -> None:
+    name = create([episode(3, 0.0, "truncated")], env="Pendulum-v1", ref_min_score=-10.0, ref_max_score=30.0)
+    assert load(name).reference == scores.reference(name) == (-10.0, 30.0)
+    assert scores.normalized([-10.0, 10.0, 30.0], (-10.0, 30.0)).tolist() == [0, 50, 100]
+    assert load(create([episode(3, 0.0, "truncated")], "mine/two-v0")).reference is None
+
+
+@pytest.mark.parametrize(
+    ("name", "whether"),
+    [
+        ("D4RL/pen/human-v2", True), ("hf://farama-minari/D4RL/pen/human-v2", True), ("mine-v0", False),
+        ("hopper-medium-v2", False), ("D4RL/pen/human", False), ("data/file.hdf5", False), ("../../etc-v0", False),
+    ],
+)  # fmt: skip
+def test_ids(name: str, whether: bool) -> None:
+    assert is_id(name) is whether
+
+
+def test_one_without_a_namespace_that_is_here() -> None:
+    assert len(load(create([episode(3, 0.0, "truncated")], "mine-v0"))) == 3
+
+
+class Shelf:
+    """A remote that holds the datasets of a folder."""
+
+    def __init__(self, name: str, token: str | None = None) -> None:
+        self.folder = Path("/" + name)
+
+    def list_datasets(self, prefix: str | None = None) -> list[str]:
+        found = (path.parent.parent.relative_to(self.folder) for path in self.folder.rglob("metadata.json"))
+        return [path.as_posix() for path in found if path.as_posix().startswith(prefix or "")]
+
+    def get_dataset_metadata(self, dataset_id: str) -> Any:
+        return json.loads((self.folder / dataset_id / "data" / "metadata.json").read_text())
+
+    def download_dataset(self, dataset_id: str, path: Path) -> None:
+        for file in (self.folder / dataset_id).rglob("*.*"):
+            to = path / dataset_id / file.relative_to(self.folder / dataset_id)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_bytes(file.read_bytes())
+
+    def list_namespaces(self) -> list[str]:
+        return ["mine"]
+
+    def download_namespace_metadata(self, namespace: str, path: Path) -> None:
+        (path / namespace).mkdir(parents=True, exist_ok=True)
+
+
+class TestRemote:
+    @pytest.fixture
+    def shelf(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """mine/made-v0, three transitions, is on the remote and not here."""
+        create([episode(3, 0.0, "truncated")])
+        (tmp_path / "minari").rename(tmp_path / "shelf")
+        monkeypatch.setitem(remotes._registry, "shelf", lambda: Shelf)
+        monkeypatch.setenv("MINARI_REMOTE", f"shelf://{tmp_path.as_posix()[1:]}/shelf")
+        return tmp_path / "shelf"
+
+    def test_it_is_downloaded_once(self, shelf: Path, own_folder: Path) -> None:
+        assert len(load("mine/made-v0")) == 3
+        (shelf / "mine").rename(shelf / "gone")
+        assert len(load("mine/made-v0")) == 3
+
+    def test_a_download_that_was_killed_is_begun_anew(self, shelf: Path, own_folder: Path) -> None:
+        (own_folder / "mine" / "made-v0" / "data").mkdir(parents=True)
+        assert len(load("mine/made-v0")) == 3
+
+    def test_an_unknown_one(self, shelf: Path) -> None:
+        with pytest.raises(InputError, match=r"D4RL/pen/humn-v2 is not in .* did you mean .*D4RL/pen/human-v2"):
+            load("D4RL/pen/humn-v2")
+
+    def test_no_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> None:
+            raise ConnectionError("no route to host")
+
+        monkeypatch.setitem(remotes._registry, "shelf", refuse)
+        monkeypatch.setenv("MINARI_REMOTE", "shelf://anywhere")
+        with pytest.raises(InputError, match=r"cannot be downloaded \(ConnectionError: no route to host\)"):
+            load("mujoco/hopper/medium-v0")
+
+
+class TestBadDatasets:
+    @pytest.mark.parametrize(("obs", "actions"), [(Discrete(3), None), (None, Discrete(3))])
+    def test_spaces_that_are_no_vectors(self, obs: Any, actions: Any) -> None:
+        changed = ({"observations": np.zeros(4, np.int64)} if obs else {}) | (
+            {"actions": np.zeros(3, np.int64)} if actions else {}
+        )
+        steps = dataclasses.replace(episode(3, 0.0, "truncated"), **changed)
+        spaces = ({"obs_space": obs} if obs else {}) | ({"action_space": actions} if actions else {})
+        with pytest.raises(InputError, match="the algorithms here take vectors of numbers"):
+            load(create([steps], **spaces))
+
+    @pytest.mark.parametrize("file", ["metadata.json", "main_data.hdf5"])
+    @pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+    def test_damaged_files(self, own_folder: Path, file: str, damage: str) -> None:
+        path = own_folder / create([episode(30, 0.0, "truncated")]) / "data" / file
+        content = path.read_bytes()
+        noise = np.random.default_rng(0).bytes(len(content))
+        path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "noise": noise}[damage])
+        with pytest.raises(InputError, match=r"mine/made-v0(/data)? is not a whole Minari dataset"):
+            load("mine/made-v0")
+
+    def test_an_episode_without_its_last_observation(self) -> None:
+        whole = episode(3, 0.0, "truncated")
+        steps = dataclasses.replace(whole, observations=np.asarray(whole.observations)[:-1])
+        with pytest.raises(InputError, match="lacks its last observation"):
+            load(create([steps]))
+
+    def test_numbers_that_are_not_finite(self) -> None:
+        steps = episode(3, 0.0, "truncated")
+        steps.rewards[1] = np.nan
+        with pytest.raises(InputError, match="rewards of transition 1 are not finite"):
+            load(create([steps]))
