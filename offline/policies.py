@@ -29,8 +29,14 @@ from common.errors import InputError
 
 Array = NDArray[Any]
 Layer = tuple[Tensor, Tensor]  # weight [out, in], bias [out]
-ACTIVATIONS = {"ReLU": F.relu, "Tanh": torch.tanh, "ELU": F.elu, "LeakyReLU": F.leaky_relu, "SiLU": F.silu,
-               "GELU": F.gelu}  # fmt: skip
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ReLU": F.relu,
+    "Tanh": torch.tanh,
+    "ELU": F.elu,
+    "LeakyReLU": F.leaky_relu,
+    "SiLU": F.silu,
+    "GELU": F.gelu,
+}
 
 
 @dataclass(frozen=True)
@@ -122,13 +128,12 @@ def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, determinis
     return Policy(lambda obs: agent.act(obs, deterministic=deterministic), run.facts)
 
 
-def _of_stable_baselines(
-    path: Path, env: gym.Env[Any, Any], generator: torch.Generator, deterministic: bool
-) -> Policy:
+def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Generator, deterministic: bool) -> Policy:
     weights, data = _read_zip(path)
     said = data.get("policy_kwargs")
     said = said if isinstance(said, dict) else {}
     on_policy = "action_net.weight" in weights
+    log_std: Tensor | None
     try:
         if on_policy:
             hidden, mean, log_std = "mlp_extractor.policy_net.", "action_net", weights["log_std"]
@@ -142,7 +147,7 @@ def _of_stable_baselines(
         last = _layer(weights, mean)
         log_std_layer = _layer(weights, "actor.log_std") if "actor.log_std.weight" in weights else None
         module = re.search(r"(\w+)\.policies$", str(data["policy_class"]["__module__"]))
-        algorithm = module[1] if module else "unknown"
+        algorithm = "ppo or a2c" if on_policy else module[1] if module else "unknown"
     except (KeyError, IndexError, TypeError) as error:
         raise InputError(
             f"{path} is not a policy of SAC, TQC, TD3, DDPG, PPO or A2C in continuous actions: it has no {error}"
