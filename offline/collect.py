@@ -129,6 +129,8 @@ def _environment(args: Args, run: RunFolder | None) -> str:
     env_id = args.env or trained_on
     if env_id is None:
         raise InputError("no policy here names its environment: give --env")
+    if args.env is None and ":" in env_id:
+        raise InputError(f"{folders[0].path} names {env_id}, whose module would be imported: give --env to allow it")
     return env_id
 
 

@@ -120,7 +120,7 @@ def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, determinis
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         raise InputError(f"{run.path} cannot be read by this version: {type(error).__name__} {error}") from None
     except InputError as error:
-        reason = str(error).removesuffix("; give another --run-dir")
+        reason = str(error).split("; give another")[0]
         raise InputError(
             f"{run.path} does not fit an environment of {obs_dim} observations and {action_dim} actions: {reason}\n"
             f"it was trained on {run.arguments.get('env')}"

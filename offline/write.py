@@ -114,6 +114,8 @@ def write_d4rl(
 
     Attributes: env and env_kwargs (to make the environment), action_low and action_high (the box of its actions), the
     recipe (JSON), ref_min_score and ref_max_score if given. `env`: the environment as gym.make makes it.
+
+    Raises RunError where the disk does not take it.
     """
     box: Any = env.action_space
     datasets = {
@@ -139,8 +141,11 @@ def write_d4rl(
         for name, values in datasets.items():
             file.create_dataset(name, data=values, compression="gzip", shuffle=True)
         file.attrs.update(attributes)
-    with checkpoint.replacing(path) as out:
-        out.write(data.getbuffer())
+    try:
+        with checkpoint.replacing(path) as out:
+            out.write(data.getbuffer())
+    except OSError as error:
+        raise _no_room(path, error.strerror) from None
 
 
 def write_minari(
@@ -185,8 +190,7 @@ def write_minari(
             create_namespace(namespace)
         aside.rename(folder)
     except (OSError, RuntimeError) as error:  # HDF5 raises either on a full disk
-        reason = str(error).split(", buf")[0]
-        raise RunError(f"{folder} cannot be written: {reason}: make room, then the same command begins anew") from None
+        raise _no_room(folder, str(error).split(" (")[0]) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -215,3 +219,7 @@ def _structured(space: gym.Space[Any], obs: Array) -> Any:
 def _aside(folder: Path) -> Path:
     """Hidden, so that Minari does not list it."""
     return folder.with_name(f".{folder.name}.part")
+
+
+def _no_room(path: Path, reason: str | None) -> RunError:
+    return RunError(f"{path} cannot be written ({reason}): make room, then the same command begins anew")
