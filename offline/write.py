@@ -181,7 +181,11 @@ def write_minari(
                     **reference,
                 }
             )
+            # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
+            path, storage._file_path = storage._file_path, io.BytesIO(Path(storage._file_path).read_bytes())
             storage.update_episodes(_buffers(transitions, env))
+            Path(path).write_bytes(storage._file_path.getbuffer())
+            storage.update_metadata({"dataset_size": storage.get_size()})
         for path in (aside / "data").iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -189,8 +193,8 @@ def write_minari(
         if namespace and namespace not in list_local_namespaces():
             create_namespace(namespace)
         aside.rename(folder)
-    except (OSError, RuntimeError) as error:  # HDF5 raises either on a full disk
-        raise _no_room(folder, str(error).split(" (")[0]) from None
+    except OSError as error:
+        raise _no_room(folder, error.strerror) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
