@@ -30,6 +30,7 @@ from common.replay_buffer import ReplayBuffer
 from common.run import command_line, commit, versions
 from envs.make import make, make_vector, seeds
 from offline.policies import Array, Policy, RunFolder, load_policy, read_run
+from offline.recording import trusted_environment
 from offline.write import MINARI, Transitions, recipe_at, write_d4rl, write_minari
 
 
@@ -129,7 +130,7 @@ def _environment(args: Args, run: RunFolder | None) -> str:
     env_id = args.env or trained_on
     if env_id is None:
         raise InputError("no policy here names its environment: give --env")
-    if args.env is None and ":" in env_id:
+    if args.env is None and trusted_environment(env_id) is None:
         raise InputError(f"{folders[0].path} names {env_id}, whose module would be imported: give --env to allow it")
     return env_id
 

@@ -21,6 +21,7 @@ from common.errors import InputError, RunError
 from common.run import command_line
 from envs.make import seeds
 from offline.collect import Args, collect
+from offline.dataset import load
 
 FIELDS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
 Data = dict[str, np.ndarray]
@@ -142,6 +143,19 @@ def test_minari_holds_the_same(env: str):
     recovered = dataset.recover_environment()
     assert recovered.spec.id == env
     assert recovered.observation_space == dataset.observation_space
+
+
+@pytest.mark.parametrize("output", ["data.hdf5", "minari:test/random-v0"])
+def test_our_own_reader_gives_it_back(output: str):
+    data = made("reference.hdf5")
+    collect(Args(output, "Pendulum-v1", ("random",), ref_scores=(-1200.0, -150.0), transitions=500, num_envs=2))
+    dataset = load(output.removeprefix("minari:"), max_action=None)
+    assert np.array_equal(dataset.column("obs"), data["observations"])
+    assert np.array_equal(dataset.column("next_obs"), data["next_observations"])
+    assert np.array_equal(dataset.column("actions"), data["actions"] / 2)
+    assert np.array_equal(dataset.column("rewards"), data["rewards"])
+    assert np.array_equal(dataset.truncations, data["timeouts"])
+    assert (dataset.env, dataset.reference) == ("Pendulum-v1", (-1200, -150))
 
 
 def test_several_policies_share_the_transitions(small):
