@@ -93,7 +93,7 @@ class Run:
         self.device = _device(args.device)
         self._signal = 0
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
-        self.config = {"algo": algo, "arguments": json.loads(json.dumps(arguments)), "versions": _versions()}
+        self.config = {"algo": algo, "arguments": json.loads(json.dumps(arguments)), "versions": versions()}
         self._check_folder()
 
     def open(self) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ class Run:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         config = self.folder / "config.json"
         if not config.exists():
-            facts = self.config | {"commit": _commit(), "hardware": _hardware(self.device)}
+            facts = self.config | {"commit": commit(), "hardware": _hardware(self.device)}
             with checkpoint.replacing(config) as file:
                 file.write(json.dumps(facts, indent=2).encode())
         path = self.folder / "checkpoint" / "state.pt"
@@ -123,7 +123,7 @@ class Run:
         self.logger.say(f"{self.name}: goes on from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         before = json.loads(config.read_text())["versions"]
         if before != self.config["versions"]:
-            changed = [name for name, version in _versions().items() if before.get(name) != version]
+            changed = [name for name, version in versions().items() if before.get(name) != version]
             self.logger.say(f"warning: {', '.join(changed)} changed since it began; it is not bit for bit the same run")
         return saved
 
@@ -218,7 +218,7 @@ class Run:
         self.logger.say("stopping after this step and a checkpoint (again: at once)")
 
 
-T = TypeVar("T", bound=RunArgs)
+T = TypeVar("T")
 
 
 def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
@@ -261,12 +261,12 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     packages = {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")}
     return {"python": platform.python_version()} | packages
 
 
-def _commit() -> str:
+def commit() -> str:
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it must not write into the repository
     described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"

@@ -1,0 +1,229 @@
+"""A dataset onto disk, as one HDF5 file in D4RL's layout or as a Minari dataset: either whole or not there."""
+
+import io
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import h5py
+import minari
+import numpy as np
+from gymnasium.spaces import Dict, flatdim, unflatten
+from minari.data_collector import EpisodeBuffer
+from minari.dataset.minari_dataset import parse_dataset_id
+from minari.dataset.minari_storage import MinariStorage
+from minari.namespace import create_namespace, list_local_namespaces
+from minari.storage import get_dataset_path
+from numpy.typing import NDArray
+
+from common import checkpoint
+from common.errors import InputError, RunError
+
+Array = NDArray[Any]
+MINARI = "minari:"  # what an output begins with that is a dataset's id, not a file
+
+
+class Transitions(NamedTuple):
+    """Episodes one after another, each in the order of time; the last transition of each is marked as its end.
+
+    obs and next_obs [n, obs_dim], actions [n, action_dim] in the environment's own units, rewards [n]: float32, but
+    for actions in the environment's own precision. terminations, truncations, cuts [n]: bool; `cuts` are the ends that
+    the collection made, where the environment would have gone on.
+    """
+
+    obs: Array
+    actions: Array
+    rewards: Array
+    next_obs: Array
+    terminations: Array
+    truncations: Array
+    cuts: Array
+
+    @property
+    def timeouts(self) -> Array:
+        timeouts: Array = self.truncations | self.cuts
+        return timeouts
+
+    def episodes(self) -> Iterator[slice]:
+        """Where each episode stands."""
+        ends = np.flatnonzero(self.terminations | self.timeouts) + 1
+        yield from map(slice, [0, *ends[:-1].tolist()], ends.tolist())
+
+
+def recipe_at(output: str) -> dict[str, Any] | None:
+    """The recipe of what is at `output` already; None where nothing is, and a dataset can be written there.
+
+    Raises InputError where something else is there, or where it cannot be written.
+    """
+    try:
+        return _recipe_of_minari(output.removeprefix(MINARI)) if output.startswith(MINARI) else _recipe_of_file(output)
+    except OSError as error:
+        raise InputError(f"{output} cannot be written ({error.strerror or error}): give another --output") from None
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{output} exists and was not written by this command: give another --output") from None
+
+
+def _recipe_of_file(output: str) -> dict[str, Any] | None:
+    path = Path(output)
+    if path.suffix != ".hdf5":
+        raise InputError(f"--output {output}: give a file that ends in .hdf5, or {MINARI}namespace/name-v0")
+    if not path.exists():
+        aside = path.with_name(path.name + ".part")
+        aside.touch()
+        aside.unlink()
+        return None
+    try:
+        with h5py.File(path) as file:
+            recipe: dict[str, Any] = json.loads(file.attrs["recipe"])
+            return recipe
+    except OSError:
+        raise ValueError from None  # not HDF5 at all
+
+
+def _recipe_of_minari(dataset_id: str) -> dict[str, Any] | None:
+    try:
+        parse_dataset_id(dataset_id)
+    except (ValueError, TypeError):
+        raise InputError(f"--output {MINARI}{dataset_id}: give {MINARI}namespace/name-v0") from None
+    folder = get_dataset_path(dataset_id)
+    if folder.exists():
+        metadata = MinariStorage.read_raw_metadata(folder / "data")
+        recipe: dict[str, Any] = json.loads(str(metadata["recipe"]))
+        return recipe
+    aside = _aside(folder)
+    shutil.rmtree(aside, ignore_errors=True)  # of a command that was killed
+    aside.mkdir(parents=True)
+    aside.rmdir()
+    return None
+
+
+def write_d4rl(
+    path: Path,
+    transitions: Transitions,
+    env_id: str,
+    env: gym.Env[Any, Any],
+    recipe: dict[str, Any],
+    ref_scores: tuple[float, float] | None = None,
+) -> None:
+    """Writes D4RL's datasets: observations, actions, rewards, next_observations (float32), terminals, timeouts (bool).
+
+    Attributes: env and env_kwargs (to make the environment), action_low and action_high (the box of its actions), the
+    recipe (JSON), ref_min_score and ref_max_score if given. `env`: the environment as gym.make makes it.
+
+    Raises RunError where the disk does not take it.
+    """
+    box: Any = env.action_space
+    datasets = {
+        "observations": transitions.obs,
+        "actions": transitions.actions.astype(np.float32),
+        "rewards": transitions.rewards,
+        "terminals": transitions.terminations,
+        "timeouts": transitions.timeouts,
+        "next_observations": transitions.next_obs,
+    }
+    assert env.spec is not None, "an environment made by gym.make has one"
+    attributes = {
+        "env": env_id,
+        "env_kwargs": json.dumps(env.spec.kwargs, default=str),
+        "action_low": box.low,
+        "action_high": box.high,
+        "recipe": json.dumps(recipe, indent=2),
+    }
+    if ref_scores:
+        attributes |= dict(zip(("ref_min_score", "ref_max_score"), ref_scores, strict=True))
+    data = io.BytesIO()  # in memory first: on a full disk HDF5 ends with errors of its own, more than once
+    with h5py.File(data, "w") as file:
+        for name, values in datasets.items():
+            file.create_dataset(name, data=values, compression="gzip", shuffle=True)
+        file.attrs.update(attributes)
+    try:
+        with checkpoint.replacing(path) as out:
+            out.write(data.getbuffer())
+    except OSError as error:
+        raise _no_room(path, error.strerror) from None
+
+
+def write_minari(
+    dataset_id: str,
+    transitions: Transitions,
+    env: gym.Env[Any, Any],
+    recipe: dict[str, Any],
+    ref_scores: tuple[float, float] | None = None,
+) -> None:
+    """Writes the Minari dataset `dataset_id` into MINARI_DATASETS_PATH (~/.minari/datasets unless set).
+
+    Observations and actions have the structure and precision of the environment's own spaces (`env`: as gym.make makes
+    it), and its spec is stored. A cut is a truncation. The recipe (JSON) is in the metadata.
+
+    Raises RunError where the disk does not take it.
+    """
+    folder = get_dataset_path(dataset_id)
+    aside = _aside(folder)
+    reference = dict(zip(("ref_min_score", "ref_max_score"), ref_scores, strict=True)) if ref_scores else {}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="env_spec is not serializable")  # the recipe has its id
+            (aside / "data").mkdir(parents=True)
+            # By its storage, not create_dataset_from_buffers: that one writes where readers look, bit by bit.
+            storage = MinariStorage.new(aside / "data", env.observation_space, env.action_space, env.spec)
+            storage.update_metadata(
+                {
+                    "dataset_id": dataset_id,
+                    "minari_version": minari.__version__,
+                    "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
+                    "description": "Collected by onramp's offline.collect; how is in the entry recipe.",
+                    "recipe": json.dumps(recipe),
+                    **reference,
+                }
+            )
+            # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
+            path, storage._file_path = storage._file_path, io.BytesIO(Path(storage._file_path).read_bytes())
+            storage.update_episodes(_buffers(transitions, env))
+            Path(path).write_bytes(storage._file_path.getbuffer())
+            storage.update_metadata({"dataset_size": storage.get_size()})
+        for path in (aside / "data").iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        namespace = parse_dataset_id(dataset_id)[0]
+        if namespace and namespace not in list_local_namespaces():
+            create_namespace(namespace)
+        aside.rename(folder)
+    except OSError as error:
+        raise _no_room(folder, error.strerror) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _buffers(transitions: Transitions, env: gym.Env[Any, Any]) -> Iterator[EpisodeBuffer]:
+    for episode in transitions.episodes():
+        part = Transitions(*(values[episode] for values in transitions))
+        yield EpisodeBuffer(
+            observations=_structured(env.observation_space, np.concatenate([part.obs, part.next_obs[-1:]])),
+            actions=part.actions,
+            rewards=part.rewards,
+            terminations=part.terminations,
+            truncations=part.timeouts,
+        )
+
+
+def _structured(space: gym.Space[Any], obs: Array) -> Any:
+    """Flat obs [n, obs_dim] in the form of `space`: an array [n, ...], or a dict of them."""
+    if not isinstance(space, Dict):
+        return np.stack([unflatten(space, row) for row in obs])
+    ends = np.cumsum([flatdim(each) for each in space.values()])
+    parts = np.split(obs, ends[:-1], axis=1)
+    return {key: _structured(each, part) for (key, each), part in zip(space.items(), parts, strict=True)}
+
+
+def _aside(folder: Path) -> Path:
+    """Hidden, so that Minari does not list it."""
+    return folder.with_name(f".{folder.name}.part")
+
+
+def _no_room(path: Path, reason: str | None) -> RunError:
+    return RunError(f"{path} cannot be written ({reason}): make room, then the same command begins anew")

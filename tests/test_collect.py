@@ -1,0 +1,337 @@
+"""Datasets made by offline.collect: whole, reproducible, equal in both layouts, and what is refused."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import h5py
+import minari
+import numpy as np
+import pytest
+from conftest import module
+from gymnasium.spaces import flatten
+
+from common.errors import InputError, RunError
+from common.run import command_line
+from envs.make import seeds
+from offline.collect import Args, collect
+from offline.dataset import load
+
+FIELDS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
+Data = dict[str, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+
+
+def made(output: str = "data.hdf5", env: str | None = "Pendulum-v1", **arguments: Any) -> Data:
+    """The file that `collect` writes, by default with a random policy in two environments."""
+    if "replay" not in arguments:
+        arguments = {"policy": ("random",), "transitions": 500, "num_envs": 2} | arguments
+    collect(Args(output, env, **arguments))
+    return read(output)
+
+
+def read(output: str) -> Data:
+    with h5py.File(output) as file:
+        return {name: file[name][:] for name in FIELDS}
+
+
+def recipe(output: str = "data.hdf5") -> dict[str, Any]:
+    with h5py.File(output) as file:
+        return json.loads(file.attrs["recipe"])
+
+
+def equal(a: Data, b: Data) -> bool:
+    return all(a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes() for name in FIELDS)
+
+
+def episodes(data: Data) -> list[slice]:
+    ends = np.flatnonzero(data["terminals"] | data["timeouts"]) + 1
+    assert ends[-1] == len(data["rewards"])
+    return [slice(first, last) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@pytest.mark.parametrize("env", ["Pendulum-v1", "Hopper-v4"])
+def test_reproducible_from_the_seed(env: str):
+    data = made(env=env)
+    assert equal(data, made("again.hdf5", env=env))
+    assert equal(data, made("async.hdf5", env=env, vectorizer="async"))
+    other = made("other.hdf5", env=env, seed=2)
+    assert all((other[name] != data[name]).mean() > 0.99 for name in ("observations", "actions"))
+
+
+def test_the_layout():
+    data = made(transitions=501, ref_scores=(-1200.0, -150.0))  # 251 and 250 steps of episodes of 200
+    assert {name: (values.dtype.name, values.shape) for name, values in data.items()} == {
+        "observations": ("float32", (501, 3)),
+        "actions": ("float32", (501, 1)),
+        "rewards": ("float32", (501,)),
+        "terminals": ("bool", (501,)),
+        "timeouts": ("bool", (501,)),
+        "next_observations": ("float32", (501, 3)),
+    }
+    assert np.flatnonzero(data["timeouts"]).tolist() == [199, 250, 450, 500]
+    assert not data["terminals"].any()
+    assert 1.9 < np.abs(data["actions"]).max() <= 2  # its own units
+    with h5py.File("data.hdf5") as file:
+        assert (file.attrs["env"], file.attrs["env_kwargs"]) == ("Pendulum-v1", "{}")
+        assert (file.attrs["action_low"].tolist(), file.attrs["action_high"].tolist()) == ([-2], [2])
+        assert (file.attrs["ref_min_score"], file.attrs["ref_max_score"]) == (-1200, -150)
+    facts = recipe()
+    assert (facts["transitions"], facts["episodes"], facts["cut_episodes"]) == (501, 4, 2)
+    whole = [data["rewards"][:200].sum(), data["rewards"][251:451].sum()]
+    assert facts["return"]["mean"] == pytest.approx(np.mean(whole), rel=1e-5)
+    assert facts["sources"] == [{"kind": "random"}]
+    assert facts["arguments"]["seed"] == 1
+    assert {"python", "torch", "gymnasium", "mujoco", "numpy"} <= facts["versions"].keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*out of date")
+@pytest.mark.parametrize("env", ["InvertedPendulum-v4", "Hopper-v4", "PointMaze_UMaze-v3"])
+def test_an_environment_gives_the_same_transitions(env: str):
+    """The file's actions, in an environment that knows nothing of our wrappers, from the seed: bit for bit.
+
+    Their boxes are [-3, 3] and [-1, 1]."""
+    data = made(env=env, transitions=600)
+    environment = gym.make(gym.spec(env))
+    environment.reset(seed=seeds(1, "collection 0", 2)[0])
+    obs, _ = environment.reset()
+    for i in range(300):
+        assert (
+            flatten(environment.observation_space, obs).astype(np.float32).tobytes()
+            == data["observations"][i].tobytes()
+        )
+        obs, reward, terminated, truncated, _ = environment.step(data["actions"][i])
+        following = flatten(environment.observation_space, obs).astype(np.float32)
+        assert following.tobytes() == data["next_observations"][i].tobytes()
+        assert np.float32(reward) == data["rewards"][i]
+        assert terminated == data["terminals"][i]
+        assert (truncated or i == 299) == data["timeouts"][i]
+        if terminated or truncated:
+            obs, _ = environment.reset()
+
+
+@pytest.mark.parametrize("env", ["Pendulum-v1", "Hopper-v4", "PointMaze_UMaze-v3"])
+def test_minari_holds_the_same(env: str):
+    data = made(env=env)
+    collect(Args("minari:test/own/random-v0", env, ("random",), transitions=500, num_envs=2))
+    dataset = minari.load_dataset("test/own/random-v0")
+    assert list(minari.list_local_datasets()) == ["test/own/random-v0"]
+    assert len(dataset) == len(episodes(data))
+    assert dataset.total_steps == 500
+    for episode, where in zip(dataset.iterate_episodes(), episodes(data), strict=True):
+        space = dataset.observation_space
+        leaves = episode.observations if isinstance(space, gym.spaces.Dict) else {"": episode.observations}
+        assert space.contains({k: v[0] for k, v in leaves.items()} if "" not in leaves else leaves[""][0])
+        obs = np.concatenate([leaves[key] for key in sorted(leaves)], axis=1)
+        assert np.array_equal(obs[:-1], data["observations"][where])
+        assert np.array_equal(obs[1:], data["next_observations"][where])
+        assert episode.actions.dtype == dataset.action_space.dtype
+        for name, mine in zip(("actions", "rewards", "terminations", "truncations"), FIELDS[1:5], strict=True):
+            assert np.array_equal(getattr(episode, name), data[mine][where]), name
+    assert json.loads(dataset.storage.metadata["recipe"])["sources"] == [{"kind": "random"}]
+    recovered = dataset.recover_environment()
+    assert recovered.spec.id == env
+    assert recovered.observation_space == dataset.observation_space
+
+
+@pytest.mark.parametrize("output", ["data.hdf5", "minari:test/random-v0"])
+def test_our_own_reader_gives_it_back(output: str):
+    data = made("reference.hdf5")
+    collect(Args(output, "Pendulum-v1", ("random",), ref_scores=(-1200.0, -150.0), transitions=500, num_envs=2))
+    dataset = load(output.removeprefix("minari:"), max_action=None)
+    assert np.array_equal(dataset.column("obs"), data["observations"])
+    assert np.array_equal(dataset.column("next_obs"), data["next_observations"])
+    assert np.array_equal(dataset.column("actions"), data["actions"] / 2)
+    assert np.array_equal(dataset.column("rewards"), data["rewards"])
+    assert np.array_equal(dataset.truncations, data["timeouts"])
+    assert (dataset.env, dataset.reference) == ("Pendulum-v1", (-1200, -150))
+
+
+def test_several_policies_share_the_transitions(small):
+    module("sac").train(small(total_steps=100))
+    folder = str(small().run_dir)
+    data = made(policy=("random", folder, "random"), transitions=100)
+    kinds = [source["kind"] for source in recipe()["sources"]]
+    assert kinds == ["random", "run", "random"]
+    assert np.flatnonzero(data["timeouts"]).tolist() == [16, 33, 50, 66, 83, 99]
+    for name in ("observations", "actions"):  # of two random policies: another environment, other noise
+        assert (data[name][:33] != data[name][67:]).all()
+    assert equal(data, made("inferred.hdf5", env=None, policy=("random", folder, "random"), transitions=100))
+
+
+@pytest.mark.parametrize(
+    ("env", "num_envs", "changed"),
+    [
+        ("Pendulum-v1", 1, {"total_steps": 500}),
+        ("Pendulum-v1", 2, {"total_steps": 500}),
+        ("Pendulum-v1", 2, {"total_steps": 500, "buffer_size": 301}),  # the ring has lost its oldest
+        ("Hopper-v4", 2, {"total_steps": 300, "learning_starts": 300}),
+    ],
+)
+def test_a_runs_replay_buffer(small, env: str, num_envs: int, changed: dict[str, Any]):
+    args = small(env=env, num_envs=num_envs, **changed)
+    module("sac").train(args)
+    stored = b"".join(path.read_bytes() for path in sorted((args.run_dir / "checkpoint" / "replay").glob("*.rows")))
+    rows = np.frombuffer(stored, np.float32).reshape(args.total_steps, -1)
+    number = np.arange(args.total_steps)[-args.buffer_size :]
+    rows = np.concatenate([rows[number[number % num_envs == i]] for i in range(num_envs)])
+
+    data = made(env=None, replay=args.run_dir)
+    scale = 2 if env == "Pendulum-v1" else 1
+    parts = [data["observations"], data["actions"] / scale, data["rewards"][:, None], data["next_observations"]]
+    assert np.array_equal(np.concatenate([*parts, data["terminals"][:, None]], axis=1), rows)
+    for where in episodes(data):  # each an episode, and no two of them one
+        assert np.array_equal(data["observations"][where][1:], data["next_observations"][where][:-1])
+    after = [where.stop for where in episodes(data)[:-1]]
+    assert (data["observations"][after] != data["next_observations"][np.array(after) - 1]).any(axis=1).all()
+    if env == "Pendulum-v1":
+        assert not data["terminals"].any()
+        # The ring of 301 holds 150 of the first environment's 250 steps, from the 100th, and 151 of the second's.
+        ends = {(1, 10_000): [200, 400, 500], (2, 10_000): [200, 250, 450, 500], (2, 301): [100, 150, 251, 301]}
+        assert [where.stop for where in episodes(data)] == ends[num_envs, args.buffer_size]
+    else:
+        assert data["terminals"].any()
+        assert not (data["terminals"] & data["timeouts"]).any()
+        assert data["timeouts"].sum() <= num_envs
+    assert recipe()["sources"][0]["kind"] == "replay buffer"
+    assert recipe()["cut_episodes"] <= num_envs
+
+
+def test_the_same_command_again_does_nothing(capsys: pytest.CaptureFixture[str]):
+    made()
+    collect(Args("minari:random-v0", "Pendulum-v1", ("random",), transitions=500, num_envs=2))
+    before = Path("data.hdf5").stat().st_mtime_ns
+    for output in ("data.hdf5", "minari:random-v0"):
+        with pytest.raises(SystemExit) as stop:
+            made(output, vectorizer="async")
+        assert stop.value.code == 0
+        assert "nothing to do" in capsys.readouterr().err
+        with pytest.raises(InputError, match=r"seed \(1 there, 2 here\)"):
+            made(output, seed=2)
+    assert Path("data.hdf5").stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`python -m offline.collect FLAGS` in this process: its exit status and what it said."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["collect.py", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            command_line(collect, Args)
+        return int(stop.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+PENDULUM = ("--env", "Pendulum-v1", "--policy", "random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--env", "Pendulum-v1", "--output", "x.hdf5"], ["--policy", "--replay"]),
+        ([*PENDULUM], ["--output"]),
+        ([*PENDULUM, "--output", "x.h5"], [".hdf5", "minari:"]),
+        ([*PENDULUM, "--output", "minari:x"], ["minari:namespace/name-v0"]),
+        ([*PENDULUM, "--output", "no/x.hdf5"], ["no/x.hdf5 cannot be written", "--output"]),
+        ([*PENDULUM, "--output", "/proc/x.hdf5"], ["/proc/x.hdf5 cannot be written"]),
+        ([*PENDULUM, "--output", "text.hdf5"], ["text.hdf5 exists and was not written by this"]),
+        ([*PENDULUM, "--output", "minari:other-v0"], ["other-v0 exists and was not written by this"]),
+        ([*PENDULUM, "--output", "x.hdf5", "--transitions", "9"], ["--transitions is 9", "10"]),
+        ([*PENDULUM, "--output", "x.hdf5", "--num-envs", "0"], ["--num-envs 0"]),
+        ([*PENDULUM, "--output", "x.hdf5", "--seed", "-1"], ["--seed is -1"]),
+        ([*PENDULUM, "--output", "x.hdf5", "--ref-scores", "3", "1"], ["--ref-scores"]),
+        (["--policy", "random", "--output", "x.hdf5"], ["--env"]),
+        (["--env", "Pendulm-v1", "--policy", "random", "--output", "x.hdf5"], ["Pendulum-v1"]),
+        (["--env", "Pendulum-v1", "--policy", "no.zip", "--output", "x.hdf5"], ["no.zip does not exist"]),
+        (["--replay", "no", "--output", "x.hdf5"], ["no is not a run folder"]),
+        (["--replay", "run", "--output", "x.hdf5", "--seed", "3"], ["--seed", "--replay"]),
+    ],
+)
+def test_bad_flags(run, tmp_path: Path, arguments: list[str], named: list[str]):
+    (tmp_path / "text.hdf5").write_text("years of work")
+    (tmp_path / "minari" / "other-v0").mkdir(parents=True)
+    status, said = run(*arguments)
+    assert status == 2
+    assert len(said.strip().splitlines()) <= 2
+    assert all(word in said for word in named), said
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["minari", "other-v0", "text.hdf5"]
+
+
+def test_runs_that_cannot_be_replayed(small, tmp_path: Path):
+    module("ppo").train(args := small("ppo", total_steps=40))
+    with pytest.raises(InputError, match="no replay buffer"):
+        made(env=None, replay=args.run_dir)
+    module("sac").train(args := small(total_steps=60, run_dir=tmp_path / "sac"))
+    with pytest.raises(InputError, match=r"--env is Hopper-v4, but .* Pendulum-v1"):
+        made(env="Hopper-v4", replay=args.run_dir)
+    next((args.run_dir / "checkpoint" / "replay").iterdir()).unlink()
+    with pytest.raises(InputError, match="missing or damaged"):
+        made(env=None, replay=args.run_dir)
+    config = args.run_dir / "config.json"
+    config.write_text(config.read_text().replace("Pendulum-v1", "someones_module:Pendulum-v1"))
+    with pytest.raises(InputError, match="whose module would be imported"):
+        made(env=None, policy=(str(args.run_dir),))
+    assert not Path("data.hdf5").exists()
+
+
+class Diverging(gym.Env[Any, Any]):
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,))
+    action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        return np.full(1, np.nan), 0.0, False, False, {}
+
+
+def test_non_finite_data():
+    gym.register("Diverging-v0", entry_point=Diverging)
+    with pytest.raises(RunError, match="non-finite obs"):
+        made(env="Diverging-v0")
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("output", ["data.hdf5", "minari:test/random-v0"])
+def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
+    """Nothing is left where a reader looks; with room, the same command works."""
+    line = [sys.executable, "-m", "offline.collect", *PENDULUM, "--transitions", "2000", "--output", output]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 1024, 20 * 1024))  # noqa: E731
+    full = subprocess.run(line, capture_output=True, text=True, preexec_fn=limit, check=False)
+    assert full.returncode == 1
+    assert len(full.stderr.strip().splitlines()) <= 2, full.stderr
+    assert "cannot be written" in full.stderr
+    assert "make room" in full.stderr
+    assert not [path for path in tmp_path.rglob("*") if "data" in path.name or "random" in path.name]
+
+    code = (
+        "import os, signal, sys; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from common.run import command_line; from offline.collect import Args, collect; command_line(collect, Args)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, *line[3:]], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "data.hdf5").exists()
+    assert not (tmp_path / "minari").exists() or not minari.list_local_datasets()
+
+    collect(Args(output, "Pendulum-v1", ("random",), transitions=2_000))
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_help_lists_every_flag():
+    line = [sys.executable, "-m", "offline.collect", "--help"]
+    result = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert all(f"--{name.replace('_', '-')}" in result.stdout for name in Args.__dataclass_fields__)

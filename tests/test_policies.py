@@ -1,0 +1,248 @@
+"""Policies to collect with: those of our runs, of Stable-Baselines3's files, and what is refused."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import SHARED, every_algorithm, final_state, module
+
+from common import checkpoint
+from common.errors import InputError
+from common.evaluate import evaluate
+from envs.make import make
+from offline.policies import load_policy
+
+PENDULUM = gym.make("Pendulum-v1")  # 3 observations, 1 action in [-2, 2]
+OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+
+
+@every_algorithm
+def test_of_a_run(algo: str, small):
+    module(algo).train(args := small(algo, total_steps=100))
+    agent = getattr(module(algo), algo.upper())(args, 3, 1, torch.device("cpu"))
+    checkpoint.restore(agent, final_state(args.run_dir)["agent"])
+    policy = load_policy(str(args.run_dir), PENDULUM, 0, deterministic=True)
+    assert policy(OBS).tobytes() == agent.act(OBS, deterministic=True).tobytes()
+    facts = policy.facts
+    assert (facts["kind"], facts["name"], facts["algorithm"], facts["step"]) == ("run", "run", algo, 100)
+    assert all(len(digest) == 64 for digest in facts["sha256"].values())
+
+    first, again, other = (
+        load_policy(str(args.run_dir), PENDULUM, seed, deterministic=False)(OBS) for seed in (1, 1, 2)
+    )
+    assert first.tobytes() == again.tobytes()
+    assert (first != other).any()
+    assert np.abs(first).max() <= 1
+
+
+def test_random():
+    first, again, other = (load_policy("random", PENDULUM, seed, deterministic=False)(OBS) for seed in (1, 1, 2))
+    assert first.tobytes() == again.tobytes()
+    assert (first != other).any()
+    assert first.dtype == np.float32
+    assert first.shape == (50, 1)
+    assert -1 <= first.min() < -0.8
+    assert 0.8 < first.max() <= 1
+
+
+def layer(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(name) + rows)
+    weight, bias = torch.randn(rows, columns, generator=generator), torch.randn(rows, generator=generator)
+    return {f"{name}.weight": weight, f"{name}.bias": bias}
+
+
+SAC = layer("actor.latent_pi.0", 8, 3) | layer("actor.latent_pi.2", 8, 8) | layer("actor.mu", 1, 8)
+SAC |= layer("actor.log_std", 1, 8) | layer("critic.qf0.0", 8, 4)
+GSDE = {k.replace("actor.mu", "actor.mu.0"): v for k, v in SAC.items() if not k.startswith("actor.log_std")}
+GSDE |= {"actor.log_std": torch.full((8, 1), -3.0)}
+TD3 = layer("actor.mu.0", 8, 3) | layer("actor.mu.2", 8, 8) | layer("actor.mu.4", 1, 8)
+PPO = layer("mlp_extractor.policy_net.0", 8, 3) | layer("mlp_extractor.policy_net.2", 8, 8) | layer("action_net", 1, 8)
+PPO |= {"log_std": torch.tensor([-1.0])} | layer("mlp_extractor.value_net.0", 8, 3)
+
+
+def write_zip(path: Path, weights: Any, **data: Any) -> str:
+    """A file in Stable-Baselines3's layout."""
+    policy = io.BytesIO()
+    torch.save(weights, policy)
+    data = {"policy_class": {"__module__": "stable_baselines3.sac.policies"}, "num_timesteps": 7} | data
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("policy.pth", policy.getvalue())
+        archive.writestr("data", json.dumps(data))
+    return str(path)
+
+
+def forward(weights: dict[str, torch.Tensor], activation: Any, *names: str) -> np.ndarray:
+    """In float64, by NumPy: OBS through these layers, the activation between them."""
+    values = OBS.astype(np.float64)
+    for name in names:
+        values = values @ weights[f"{name}.weight"].double().numpy().T + weights[f"{name}.bias"].double().numpy()
+        values = activation(values) if name != names[-1] else values
+    return values
+
+
+def relu(values: np.ndarray) -> np.ndarray:
+    return np.maximum(values, 0)
+
+
+SAC_NAMES, TD3_NAMES = ("actor.latent_pi.0", "actor.latent_pi.2"), ("actor.mu.0", "actor.mu.2", "actor.mu.4")
+PPO_NAMES = ("mlp_extractor.policy_net.0", "mlp_extractor.policy_net.2", "action_net")
+ELU = {"activation_fn": "<class 'torch.nn.modules.activation.ELU'>", ":type:": "<class 'dict'>"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "data", "expected"),
+    [
+        (SAC, {}, np.tanh(forward(SAC, relu, *SAC_NAMES, "actor.mu"))),
+        (GSDE, {"use_sde": True}, np.tanh(forward(GSDE, relu, *SAC_NAMES, "actor.mu.0").clip(-2, 2))),
+        (TD3, {}, np.tanh(forward(TD3, relu, *TD3_NAMES))),
+        (PPO, {}, (forward(PPO, np.tanh, *PPO_NAMES) / 2).clip(-1, 1)),  # its own units are [-2, 2]
+        (
+            PPO,
+            {"policy_kwargs": ELU},
+            (forward(PPO, lambda x: np.where(x > 0, x, np.expm1(x)), *PPO_NAMES) / 2).clip(-1, 1),
+        ),
+    ],
+    ids=["SAC", "SAC with gSDE", "TD3", "PPO", "PPO with ELU"],
+)
+def test_the_layouts_of_stable_baselines(tmp_path: Path, weights: Any, data: Any, expected: np.ndarray):
+    source = write_zip(tmp_path / "policy.zip", weights, **data)
+    for env in (PENDULUM, make("Pendulum-v1")):  # as it is, and in the form our algorithms see
+        actions = load_policy(source, env, 0, deterministic=True)(OBS)
+        assert actions.dtype == np.float32
+        np.testing.assert_allclose(actions, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("weights", "algo"), [(SAC, "SAC"), (PPO, "PPO")])
+def test_the_noise_of_stable_baselines(tmp_path: Path, weights: Any, algo: str):
+    """Mean and deviation before the squashing, over 4 000 draws."""
+    source = write_zip(
+        tmp_path / "policy.zip", {k: 0.1 * v for k, v in weights.items()} | {"log_std": torch.tensor([-1.0])}
+    )
+    policy = load_policy(source, PENDULUM, 0, deterministic=False)
+    draws = np.stack([policy(OBS) for _ in range(4_000)]).astype(np.float64)
+    weights = {k: 0.1 * v for k, v in weights.items()}
+    if algo == "SAC":
+        draws, mean = np.arctanh(draws.clip(-1 + 1e-7, 1 - 1e-7)), forward(weights, relu, *SAC_NAMES, "actor.mu")
+        std = np.exp(forward(weights, relu, *SAC_NAMES, "actor.log_std"))
+    else:
+        mean, std = forward(weights, np.tanh, *PPO_NAMES) / 2, np.full((50, 1), np.exp(-1.0) / 2)
+    assert np.abs((draws.mean(0) - mean) / std).max() < 5 / 4_000**0.5
+    np.testing.assert_allclose(draws.std(0) / std, 1.0, atol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "least"),
+    [
+        ("sac-halfcheetah", "HalfCheetah-v4", 9_000),
+        ("sac-hopper", "Hopper-v4", 1_000),
+        ("sac-walker2d", "Walker2d-v4", 3_700),
+        ("tqc-halfcheetah", "HalfCheetah-v4", 11_500),
+        ("tqc-hopper", "Hopper-v4", 3_500),
+        ("tqc-walker2d", "Walker2d-v4", 4_200),
+    ],
+)
+def test_real_policies_reach_their_returns(name: str, env: str, least: float):
+    path = SHARED / "data" / "policies" / f"{name}-v3.zip"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    envs = [make(env) for _ in range(4)]  # a walker falls in one episode and walks to the end of the next
+    policy = load_policy(str(path), envs[0], 0, deterministic=True)
+    assert (policy.facts["algorithm"], policy.facts["step"]) == (name[:3], 1_000_000)
+    assert max(episode.return_ for episode in evaluate(policy, envs, range(4))) > least
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_hostile_file_is_not_executed(tmp_path: Path, how: str):
+    path = tmp_path / "policy.zip"
+    write_zip(path, {"actor.mu.0.weight": Bomb(tmp_path / "executed")})
+    if how == "pickle":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("policy.pth", pickle.dumps(Bomb(tmp_path / "executed")))
+            archive.writestr("data", "{}")
+    with pytest.raises(InputError, match="more than tensors"):
+        load_policy(str(path), PENDULUM, 0, deterministic=True)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("weights", "data", "deterministic", "named"),
+    [
+        ({"q_net.weight": torch.zeros(2, 2)}, {}, True, "not a policy of SAC"),
+        ({k: v for k, v in PPO.items() if k != "log_std"}, {}, True, "continuous actions"),
+        ([torch.zeros(3)], {}, True, "not a Stable-Baselines3 policy"),
+        (SAC | {"actor.mu.bias": torch.tensor([torch.nan])}, {}, True, "not finite"),
+        (SAC | layer("actor.mu", 2, 8), {}, True, "3 observations to 2 actions, Pendulum-v1"),
+        (SAC | layer("actor.latent_pi.0", 8, 5), {}, True, "5 observations to 1 actions, Pendulum-v1"),
+        (SAC | layer("actor.latent_pi.2", 9, 8), {}, True, "do not fit each other"),
+        (SAC, {"policy_kwargs": {"activation_fn": "<class 'my.Own'>"}}, True, "my.Own"),
+        (PPO | layer("features_extractor.cnn.0", 8, 3), {}, True, "not a plain MLP"),
+        (GSDE, {"use_sde": True}, False, "gSDE.*--deterministic"),
+        (TD3, {}, False, "noise.*--deterministic"),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path: Path, weights: Any, data: Any, deterministic: bool, named: str):
+    source = write_zip(tmp_path / "policy.zip", weights, **data)
+    with pytest.raises(InputError, match=named):
+        load_policy(source, PENDULUM, 0, deterministic)
+
+
+def test_what_is_no_policy(tmp_path: Path):
+    (tmp_path / "text.zip").write_text("text")
+    whole = Path(write_zip(tmp_path / "policy.zip", SAC)).read_bytes()
+    (tmp_path / "half.zip").write_bytes(whole[: len(whole) // 2])
+    flipped = bytearray(whole)
+    flipped[len(whole) // 4] ^= 255
+    (tmp_path / "flipped.zip").write_bytes(flipped)
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("readme", "text")
+    for name, named in {"no.zip": "does not exist", "text.zip": "not a whole", "half.zip": "not a whole",
+                        "flipped.zip": "not a whole", "other.zip": "policy.pth"}.items():  # fmt: skip
+        with pytest.raises(InputError, match=named):
+            load_policy(str(tmp_path / name), PENDULUM, 0, deterministic=True)
+
+
+def test_run_folders_that_do_not_fit(small):
+    folder = small().run_dir
+    folder.mkdir()
+
+    def assert_refused(named: str, env: gym.Env[Any, Any] = PENDULUM) -> None:
+        with pytest.raises(InputError, match=named):
+            load_policy(str(folder), env, 0, deterministic=True)
+
+    assert_refused("no config.json")
+    (folder / "config.json").write_text("{}")
+    assert_refused("no checkpoint")
+    (folder / "config.json").unlink()
+    module("sac").train(small(total_steps=60))
+    assert_refused("11 observations and 3 actions.*\n.*Pendulum-v1", gym.make("Hopper-v5"))
+    whole = json.loads((folder / "config.json").read_text())
+    for changed, named in [
+        ({"algo": "dreamer"}, "ModuleNotFoundError"),
+        ({"algo": "../../evil"}, "not the name of an algorithm"),
+        ({"algo": "td3"}, "TypeError"),
+        ({"arguments": 3}, "config.json is damaged"),
+        ({"arguments": whole["arguments"] | {"hidden": [8]}}, "does not fit"),
+    ]:
+        (folder / "config.json").write_text(json.dumps(whole | changed))
+        assert_refused(named)
+    (folder / "config.json").write_text(json.dumps(whole))
+    state = folder / "checkpoint" / "state.pt"
+    state.write_bytes(state.read_bytes()[:1_000])
+    assert_refused("damaged")
