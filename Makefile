@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report d4rl
+.PHONY: help setup train test lint speed report datasets d4rl
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,9 @@ report: setup ## the README's tables and the figures, from the raw data in resul
 
 speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
 	$(BIN)/python bench/speed.py $(ARGS)
+
+datasets: setup ## make our own suite of datasets, and describe it in results/datasets
+	$(BIN)/python bench/datasets.py $(ARGS)
 
 d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
 	$(BIN)/python bench/compare_d4rl.py $(ARGS)

@@ -15,7 +15,6 @@ import gym
 import h5py
 import numpy as np
 
-
 KEYS = ("observations", "actions", "rewards", "terminals")
 
 

@@ -139,7 +139,9 @@ def _environment(metadata: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     if not isinstance(text, str):
         return None, {}
     spec = json.loads(text)
-    env = trusted_environment(spec.get("id"))
+    name = spec.get("id")
+    # Adapted by offline.environments, whose import registers it.
+    env = trusted_environment(f"offline.environments:{name}" if str(name).startswith("d4rl/") else name)
     limit = spec.get("max_episode_steps")
     return env, dict(spec.get("kwargs") or {}) | ({"max_episode_steps": limit} if limit else {})
 

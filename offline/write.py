@@ -139,7 +139,7 @@ def write_d4rl(
     data = io.BytesIO()  # in memory first: on a full disk HDF5 ends with errors of its own, more than once
     with h5py.File(data, "w") as file:
         for name, values in datasets.items():
-            file.create_dataset(name, data=values, compression="gzip", shuffle=True)
+            file.create_dataset(name, data=values, compression="gzip", shuffle=True, fletcher32=True)
         file.attrs.update(attributes)
     try:
         with checkpoint.replacing(path) as out:
