@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report datasets d4rl
+.PHONY: help setup train test lint speed report datasets load d4rl
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,7 +23,7 @@ train: setup ## train SAC on HalfCheetah-v4 (ARGS="--env Hopper-v4 --seed 2" for
 	$(BIN)/python algos/sac.py $(ARGS)
 
 test: setup ## run the tests (ARGS="-k resume" for some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: setup ## check format, style and types
 	$(BIN)/ruff format --check .
@@ -36,6 +36,9 @@ report: setup ## the README's tables and the figures, from the raw data in resul
 speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
 	$(BIN)/python bench/speed.py $(ARGS)
 
+load: setup $(VENV)-d3rlpy/installed ## a D4RL file of a million transitions, loaded beside d3rlpy
+	$(BIN)/python bench/load.py $(ARGS)
+
 datasets: setup ## make our own suite of datasets, and describe it in results/datasets
 	$(BIN)/python bench/datasets.py $(ARGS)
 
@@ -46,6 +49,12 @@ $(VENV)-d4rl/installed: bench/d4rl-requirements.txt
 	$(PYTHON) -m venv $(VENV)-d4rl
 	$(VENV)-d4rl/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	$(VENV)-d4rl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps d4rl==1.1
+	@touch $@
+
+$(VENV)-d3rlpy/installed: bench/d3rlpy-requirements.txt
+	$(PYTHON) -m venv $(VENV)-d3rlpy
+	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps d4rl==1.1
 	@touch $@
 
 $(VENV)-peers/installed: bench/peers-requirements.txt

@@ -1,14 +1,15 @@
-"""The README's tables and the figures in results/, from the raw data there and nothing else.
+"""The tables of README and docs and the figures in results/, from the raw data there and nothing else.
 
 python bench/report.py            # rewrites them
 python bench/report.py --check    # ends with 1 where they are not what the data says
 """
 
 import csv
+import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,23 +149,61 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
-def with_tables(text: str) -> str:
-    """The README with what stands between its markers made anew."""
-    for name, table in (("learning", learning_table()), ("speed", speed_table())):
+def datasets_table() -> str:
+    """What is in each dataset of our own suite."""
+    lines = [
+        "| | transitions | episodes, terminated | return: mean, min to max | score | TQ | SACo |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted((RESULTS / "datasets").glob("*.json")):
+        found = json.loads(path.read_text())
+        r = found["returns"]
+        lines.append(
+            f"| {path.stem} | {found['transitions']:,} | {found['episodes']:,}, {found['terminated episodes']:,} "
+            f"| {r['mean']:,.0f}, {r['min']:,.0f} to {r['max']:,.0f} "
+            f"| {found['score']:.1f} | {found['TQ']:.3f} | {found['SACo']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def loading_table() -> str:
+    """Seconds and memory of each loader, medians over the rounds."""
+    lines = ["| | seconds | at the peak | transitions |", "|---|---|---|---|"]
+    rows = list(csv.DictReader(line for line in (RESULTS / "loading.csv").open() if not line.startswith("#")))
+    names = {"ours": "onramp", "d3rlpy": "d3rlpy 2.8.1", "qlearning_dataset": "D4RL's qlearning_dataset"}
+    for contender, name in names.items():
+        own = [row for row in rows if row["contender"] == contender]
+        seconds, peak = (statistics.median(float(row[key]) for row in own) for key in ("seconds", "peak_bytes"))
+        lines.append(f"| {name} | {seconds:.2f} | {peak / 1e6:,.0f} MB | {int(own[0]['transitions']):,} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "README.md": {"learning": learning_table, "speed": speed_table},
+    "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
+}
+
+
+def with_tables(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """A page with what stands between its markers made anew."""
+    for name, table in tables.items():
         before, rest = text.split(f"<!-- {name}, by make report -->\n", 1)
         after = rest.split("<!-- end -->", 1)[1]
-        text = f"{before}<!-- {name}, by make report -->\n{table}\n<!-- end -->{after}"
+        text = f"{before}<!-- {name}, by make report -->\n{table()}\n<!-- end -->{after}"
     return text
 
 
 def main(args: Args) -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    for name, tables in TABLES.items():
+        page = ROOT / name
+        text = page.read_text()
+        made = with_tables(text, tables)
+        if args.check and made != text:
+            sys.exit(f"report: the tables of {name} are not what results/ says: run make report")
+        if not args.check:
+            page.write_text(made)
     if args.check:
-        if with_tables(text) != text:
-            sys.exit("report: the README's tables are not what results/ says: run make report")
         return
-    readme.write_text(with_tables(text))
     for algo, env in our_curves():
         draw(algo, env, RESULTS / algo / f"{env}.png")
 

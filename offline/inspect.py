@@ -193,8 +193,9 @@ def _words(block: Block) -> NDArray[np.uint32]:
 
 def _quantiles(values: Array) -> dict[str, float]:
     names = ("min", "quarter", "median", "three quarters", "max")
-    found = dict(zip(names, np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist(), strict=True))
-    return {"mean": float(np.mean(values)), "std": float(np.std(values))} | found
+    with np.errstate(invalid="ignore"):  # of returns that are not finite
+        found = dict(zip(names, np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist(), strict=True))
+        return {"mean": float(np.mean(values)), "std": float(np.std(values))} | found
 
 
 def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
@@ -206,8 +207,7 @@ def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
         f"{found['id']}: {n:,} transitions in {found['episodes']:,} episodes of "
         f"{found['environment'] or 'an unknown environment'}",
         f"episodes   {found['terminated episodes']:,} terminated, {found['truncated episodes']:,} cut; "
-        f"{steps['min']:,.0f} to {steps['max']:,.0f} steps, median {steps['median']:,.0f}; "
-        f"{found['last steps without a successor']:,} last steps without a successor, which count in the returns only",
+        f"{steps['min']:,.0f} to {steps['max']:,.0f} steps, median {steps['median']:,.0f}",
         f"returns    mean {r['mean']:,.1f} ± {r['std']:,.1f}; quartiles "
         f"{r['min']:,.1f} | {r['quarter']:,.1f} | {r['median']:,.1f} | {r['three quarters']:,.1f} | {r['max']:,.1f}",
         f"           {_bars(returns)}",
@@ -220,6 +220,8 @@ def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
         f"duplicates {found['duplicate transitions']:,} transitions",
         f"not finite {', '.join(f'{count:,} {name}' for name, count in bad.items()) or 'none'}",
     ]
+    if lost := found["last steps without a successor"]:
+        lines.insert(2, f"           {lost:,} last steps have no successor: they count in the returns only")
     if found["terminations inside episodes"]:
         lines.append(f"warning    {found['terminations inside episodes']:,} terminations inside episodes")
     if found["TQ"] is not None:

@@ -1,0 +1,131 @@
+"""What `offline.inspect` reports, against direct counts on tiny files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from d4rl_file import make
+
+from common.errors import InputError
+from offline.d4rl import read
+from offline.inspect import Args, coverage, describe, draw, facts, main
+
+ENDS = "....t..o.....o.t...o..."
+
+
+def test_counts(tmp_path: Path) -> None:
+    rows = len(ENDS)
+    random = np.random.default_rng(0)
+    obs, actions = random.standard_normal((rows, 2)), random.uniform(-0.9, 0.9, (rows, 2))
+    rewards = random.standard_normal(rows)
+    obs[9], actions[9], rewards[9] = obs[8], actions[8], rewards[8]  # alike, but for what follows
+    obs[10] = obs[8]  # now row 9 leads where row 8 leads
+    actions[1, 0], actions[2, 1], actions[3] = 1.2, -1.0, 1.0
+    obs[5, 1], rewards[6] = np.nan, np.inf
+    recording = read(str(make(tmp_path / "a.hdf5", ENDS, observations=obs, actions=actions, rewards=rewards)))
+    found = facts(recording)
+    assert found["transitions"] == rows - 4
+    assert (found["episodes"], found["terminated episodes"], found["truncated episodes"]) == (6, 2, 4)
+    assert found["last steps without a successor"] == 4
+    assert found["terminations inside episodes"] == 0
+    assert found["lengths"]["min"] == 2
+    assert found["duplicate transitions"] == 1
+    assert found["transitions with actions outside their bounds"] == 1
+    assert found["transitions with actions at their bounds"] == 2
+    bad = found["transitions not finite"]
+    assert (bad["obs"], bad["next_obs"], bad["rewards"], bad["actions"]) == (1, 0, 1, 0)
+    kept = [row for row, end in enumerate(ENDS[:-1]) if end != "o"]
+    column = found["columns"]["actions"]
+    assert np.allclose(column["mean"], actions[kept].mean(0), atol=1e-6)
+    assert np.allclose(column["std"], actions[kept].std(0), atol=1e-6)
+    assert np.allclose(column["max"], actions[kept].max(0))
+    assert np.allclose(found["columns"]["obs"]["min"], np.nanmin(obs[kept], axis=0))
+
+
+def test_trajectory_quality_is_the_mean_return_between_random_and_expert(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.hdf5", "..t..o", rewards=np.array([1, 2, 3, 4, 5, 6.0]))
+    with h5py.File(path, "a") as file:
+        file.attrs["ref_min_score"], file.attrs["ref_max_score"] = 0.5, 20.5
+    found = facts(read(str(path)))
+    assert found["TQ"] == pytest.approx(((6 + 15) / 2 - 0.5) / 20)
+    assert found["score"] == pytest.approx(100 * found["TQ"])
+    assert facts(read(str(make(tmp_path / "b.hdf5", "..t"))))["TQ"] is None
+
+
+class TestCoverage:
+    def test_counts_of_cells(self, tmp_path: Path) -> None:
+        """By a set of tuples, with numpy's own digitize, over as many transitions as the smaller dataset has."""
+        random = np.random.default_rng(0)
+        pairs = {}
+        for name, rows, spread in (("reference", 400, 1.0), ("narrow", 300, 0.3)):
+            pairs[name] = spread * random.standard_normal((rows, 3)).astype(np.float32)
+            parts = {"observations": pairs[name][:, :2], "actions": pairs[name][:, 2:]}
+            make(tmp_path / f"{name}.hdf5", "t" * rows, **parts)
+        reference = pairs["reference"][:300]
+        edges = [np.linspace(column.min(), column.max(), 5) for column in reference.T]
+
+        def cells(values: np.ndarray) -> int:
+            return len({tuple(int(np.digitize(v, e)) for v, e in zip(row, edges, strict=True)) for row in values})
+
+        narrow = read(str(tmp_path / "narrow.hdf5"))
+        whole = read(str(tmp_path / "reference.hdf5"))
+        assert coverage(narrow, whole) == pytest.approx(cells(pairs["narrow"]) / cells(reference))
+        assert coverage(narrow, whole) < 0.9
+        assert coverage(whole, whole) == 1.0
+
+    def test_datasets_of_different_widths(self, tmp_path: Path) -> None:
+        make(tmp_path / "wide.hdf5", "t" * 10, observations=np.zeros((10, 5)))
+        with pytest.raises(InputError, match="no common coverage"):
+            coverage(read(str(make(tmp_path / "a.hdf5", "t" * 10))), read(str(tmp_path / "wide.hdf5")))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.hdf5", ENDS)
+    with h5py.File(path, "a") as file:
+        file.attrs["env"] = "Hopper-v4"
+    line = [sys.executable, "-m", "offline.inspect", str(path), "--reference", str(path)]
+    out, picture = tmp_path / "facts.json", tmp_path / "returns.png"
+    done = subprocess.run(
+        [*line, "--json", str(out), "--picture", str(picture)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "19 transitions in 6 episodes of Hopper-v4" in done.stdout
+    assert "SACo       1.000" in done.stdout
+    assert json.loads(out.read_text())["transitions"] == 19
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_input_ends_in_two_lines(tmp_path: Path) -> None:
+    for arguments in (["hoper-medium-v2"], [str(tmp_path / "none.hdf5")], ["--nonsense"]):
+        line = [sys.executable, "-m", "offline.inspect", *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) <= 2
+        assert "Traceback" not in done.stderr
+
+
+def test_data_of_which_nothing_is_finite_are_described(tmp_path: Path) -> None:
+    recording = read(
+        str(make(tmp_path / "a.hdf5", "..t", rewards=np.full(3, np.nan), observations=np.full((3, 2), np.inf)))
+    )
+    assert "3 obs" in describe(facts(recording), recording.returns())
+
+
+def test_compat_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(make(tmp_path / "a.hdf5", ENDS))
+    main(Args(path))
+    main(Args(path, d4rl_compat=True))
+    first, second = capsys.readouterr().out.split("a.hdf5: ")[1:]
+    assert first.startswith("19 transitions")
+    assert second.startswith("19 transitions")
+    assert first != second
+
+
+def test_a_picture_in_any_format(tmp_path: Path) -> None:
+    for kind in ("png", "pdf", "svg"):
+        draw(np.arange(10.0), "ten", tmp_path / f"a.{kind}")
+        assert (tmp_path / f"a.{kind}").stat().st_size > 1000
