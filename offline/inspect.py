@@ -86,6 +86,7 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
     not_finite = dict.fromkeys(Block._fields, 0)
     outside = saturated = terminations = 0
     hashes: list[NDArray[np.uint64]] = []
+    action_hashes: list[NDArray[np.uint64]] = []
     last_terminations, seen = [], 0
     for block in recording.blocks():
         for name, values in zip(Block._fields, block, strict=True):
@@ -96,12 +97,12 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
         outside += int((excess > 0).any(1).sum())
         saturated += int((excess == 0).any(1).sum())
         terminations += int((block.terminations > 0).sum())
-        hashes.append(_hashes(_words(block)))
+        hashes.append(_hashes(_words(*block)))
+        action_hashes.append(_hashes(_words(block.actions)))
         inside = recording.ends[(recording.ends > seen) & (recording.ends <= seen + len(block.rewards))] - 1 - seen
         last_terminations.append(block.terminations[inside] > 0)
         seen += len(block.rewards)
     returns, lengths = recording.returns(), np.diff(recording.ends, prepend=0)
-    known = np.concatenate(hashes)
     found: dict[str, Any] = {
         "id": recording.id,
         "environment": recording.env,
@@ -115,7 +116,8 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
         "last steps without a successor": int(np.isfinite(recording.lost_rewards).sum()),
         "lengths": _quantiles(lengths),
         "returns": _quantiles(returns),
-        "duplicate transitions": len(known) - len(np.unique(known)),
+        "duplicate transitions": _duplicates(hashes),
+        "duplicate actions": _duplicates(action_hashes),
         "transitions with actions outside their bounds": outside,
         "transitions with actions at their bounds": saturated,
         "transitions not finite": not_finite,
@@ -185,10 +187,16 @@ def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
     return numbers
 
 
-def _words(block: Block) -> NDArray[np.uint32]:
-    """The bits of each transition's float32 numbers, [n, words]."""
-    parts = [np.asarray(part, np.float32).reshape(len(block.rewards), -1) for part in block]
-    return np.concatenate(parts, axis=1).view(np.uint32)
+def _words(*parts: Array) -> NDArray[np.uint32]:
+    """The bits of the float32 numbers of parts [n, dim] or [n]: [n, words]."""
+    rows = [np.asarray(part, np.float32).reshape(len(part), -1) for part in parts]
+    return np.concatenate(rows, axis=1).view(np.uint32)
+
+
+def _duplicates(hashes: list[NDArray[np.uint64]]) -> int:
+    """How many are equal to one before them."""
+    numbers = np.concatenate(hashes)
+    return len(numbers) - len(np.unique(numbers))
 
 
 def _quantiles(values: Array) -> dict[str, float]:
@@ -217,7 +225,7 @@ def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
         f"actions    {found['action_dim']} columns; "
         f"{found['transitions with actions outside their bounds'] / n:.2%} of transitions outside their bounds, "
         f"{found['transitions with actions at their bounds'] / n:.2%} at them",
-        f"duplicates {found['duplicate transitions']:,} transitions",
+        f"duplicates {found['duplicate transitions']:,} transitions, {found['duplicate actions']:,} actions",
         f"not finite {', '.join(f'{count:,} {name}' for name, count in bad.items()) or 'none'}",
     ]
     if lost := found["last steps without a successor"]:

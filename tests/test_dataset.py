@@ -11,6 +11,7 @@ import torch
 from d4rl_file import make
 
 from common.errors import InputError, RunError
+from common.replay_buffer import ReplayBuffer
 from offline.dataset import TANH_LIMIT, Dataset, WeightedSampler, load
 
 ENDS = "....t..o.....o.t...o..."  # six episodes and an unfinished one
@@ -193,6 +194,29 @@ class TestCapacity:
             assert torch.equal(dataset.buffer.rows[:19], before)
             assert dataset.buffer.rows[19:22, 0].tolist() == [1, 1, 1]
             assert (len(dataset), len(dataset.buffer)) == (19, 22)
+
+    def test_a_buffer_that_the_data_fill_exactly_takes_the_next_in_place_of_the_oldest(self, path: str) -> None:
+        """The trap of CORL (its pointer ran past the end) and of fql (its last row was never sampled)."""
+        for mapped in (False, True):
+            dataset = load(path, mapped=mapped)
+            second, last = dataset.buffer.rows[1].clone(), dataset.buffer.rows[-1].clone()
+            dataset.buffer.add([[1, 2]], [[0, 0, 0]], [3], [[4, 5]], [True])
+            assert (len(dataset.buffer), dataset.buffer.rows[0, 0].item()) == (19, 1)
+            assert torch.equal(dataset.buffer.rows[1], second)
+            sampled = dataset.buffer.sample(2_000, torch.Generator().manual_seed(0)).obs
+            assert {tuple(row) for row in sampled.tolist()} == {tuple(r) for r in dataset.buffer.rows[:, :2].tolist()}
+            assert tuple(last[:2].tolist()) in {tuple(row) for row in sampled.tolist()}
+
+    def test_its_checkpoint_can_be_loaded(self, path: str, tmp_path: Path) -> None:
+        """The trap of rlpd, WSRL and EXPO, whose pickled buffers nothing reads."""
+        for mapped in (False, True):
+            dataset, folder = load(path, capacity=25, mapped=mapped), tmp_path / f"replay {mapped}"
+            for step in range(10):  # past the end: the oldest are overwritten
+                dataset.buffer.add([[step, 2]], [[0, 0, 0]], [3], [[4, 5]], [True])
+            again = ReplayBuffer(25, 2, 3)
+            again.load(folder, dataset.buffer.save(folder))
+            assert again.added == dataset.buffer.added == 29
+            assert torch.equal(again.rows, dataset.buffer.rows)
 
     def test_a_smaller_one_is_refused(self, path: str) -> None:
         with pytest.raises(InputError, match="has 19 transitions, the replay buffer has room for 18"):

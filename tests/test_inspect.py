@@ -34,6 +34,7 @@ def test_counts(tmp_path: Path) -> None:
     assert found["terminations inside episodes"] == 0
     assert found["lengths"]["min"] == 2
     assert found["duplicate transitions"] == 1
+    assert found["duplicate actions"] == 1
     assert found["transitions with actions outside their bounds"] == 1
     assert found["transitions with actions at their bounds"] == 2
     bad = found["transitions not finite"]

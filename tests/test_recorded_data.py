@@ -8,7 +8,9 @@ import pytest
 from conftest import SHARED
 
 from envs.make import make
+from offline.dataset import load, read
 from offline.environments import environment_of
+from offline.inspect import facts
 
 
 def recorded(name: str) -> dict[str, np.ndarray]:
@@ -21,6 +23,31 @@ def recorded(name: str) -> dict[str, np.ndarray]:
             | {f"init_{key}": file[f"infos/init_{key}"][:] for key in ("door_body_pos", "qvel") if "infos" in file}
             | {"timeouts": file["timeouts"][:]}
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "transitions", "episodes", "env"),
+    [
+        ("adroit/door-human", 6704, 25, "AdroitHandDoor-v1"),
+        ("adroit/pen-human-sparse", 4975, 25, "AdroitHandPen-v1"),
+        ("gym/halfcheetah-v4-expert", 2000, 2, "HalfCheetah-v4"),
+        ("gym/hopper-v4-expert", 2000, 2, "Hopper-v4"),
+        ("gym/walker2d-v4-expert", 2000, 2, "Walker2d-v4"),
+        ("gym/ant-v4-expert", 2000, 2, "Ant-v4"),
+    ],
+)
+def test_they_load_and_are_described(name: str, transitions: int, episodes: int, env: str) -> None:
+    """25 demonstrations, or 2 episodes of 1000 steps; door's last steps have no successor, and still count."""
+    data = recorded(f"{name}.hdf5")
+    dataset = load(str(SHARED / "data" / f"{name}.hdf5"))
+    assert (len(dataset), len(dataset.ends), dataset.env) == (transitions, episodes, env)
+    assert dataset.returns().sum() == pytest.approx(data["rewards"].sum(dtype=np.float64), rel=1e-5)
+    assert np.abs(dataset.column("actions")).max() < 1
+    found = facts(read(str(SHARED / "data" / f"{name}.hdf5")))
+    assert found["returns"]["mean"] == pytest.approx(data["rewards"].sum(dtype=np.float64) / episodes, rel=1e-5)
+    assert not any(found["transitions not finite"].values())
+    if "next_observations" in data:
+        assert np.array_equal(dataset.column("next_obs"), data["next_observations"])
 
 
 @pytest.mark.parametrize(
