@@ -97,7 +97,6 @@ def _receive(url: str, part: Path, facts: Path) -> None:
                 file.write(chunk)
                 bar.update(len(chunk))
             have = file.tell()
-            file.truncate()
             file.flush()
             os.fsync(file.fileno())
     if total is not None and have != total:

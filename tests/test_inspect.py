@@ -66,15 +66,19 @@ class TestCoverage:
             pairs[name] = spread * random.standard_normal((rows, 3)).astype(np.float32)
             parts = {"observations": pairs[name][:, :2], "actions": pairs[name][:, 2:]}
             make(tmp_path / f"{name}.hdf5", "t" * rows, **parts)
-        reference = pairs["reference"][:300]
-        edges = [np.linspace(column.min(), column.max(), 5) for column in reference.T]
 
-        def cells(values: np.ndarray) -> int:
-            return len({tuple(int(np.digitize(v, e)) for v, e in zip(row, edges, strict=True)) for row in values})
+        def ratio(ours: np.ndarray, reference: np.ndarray) -> float:
+            edges = [np.linspace(column.min(), column.max(), 5) for column in reference.T]
+            cells = [
+                {tuple(int(np.digitize(v, e)) for v, e in zip(row, edges, strict=True)) for row in values}
+                for values in (ours, reference)
+            ]
+            return len(cells[0]) / len(cells[1])
 
         narrow = read(str(tmp_path / "narrow.hdf5"))
         whole = read(str(tmp_path / "reference.hdf5"))
-        assert coverage(narrow, whole) == pytest.approx(cells(pairs["narrow"]) / cells(reference))
+        assert coverage(narrow, whole) == pytest.approx(ratio(pairs["narrow"], pairs["reference"][:300]))
+        assert coverage(whole, narrow) == pytest.approx(ratio(pairs["reference"][:300], pairs["narrow"]))
         assert coverage(narrow, whole) < 0.9
         assert coverage(whole, whole) == 1.0
 
