@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.checkpoint import restore, state_of
+from common.command_line import command_line
 from common.errors import InputError, require_finite
 from common.evaluate import evaluate
-from common.networks import HALF_LOG_2PI, Adam, mlp
+from common.networks import HALF_LOG_2PI, Adam, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
-from common.run import Run, RunArgs, command_line
+from common.run import OnlineArgs, Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 
@@ -40,7 +41,9 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 
 
 @dataclass
-class Args(RunArgs):
+class Args(OnlineArgs):
+    may_be_zero = ("entropy_coefficient", "gae_lambda")
+
     num_envs: int = 64
     """Environments stepped together; they share a round's steps."""
     eval_every: int = 20_000
@@ -104,21 +107,13 @@ class Minibatch(NamedTuple):
     advantages: Tensor
 
 
-def orthogonal(net: nn.Sequential, last_gain: float, generator: torch.Generator) -> None:
-    """Orthogonal weights of gain √2, `last_gain` in the last layer; zero biases."""
-    layers = [layer for layer in net if isinstance(layer, nn.Linear)]
-    for layer in layers:
-        nn.init.orthogonal_(layer.weight, last_gain if layer is layers[-1] else 2.0**0.5, generator=generator)
-        nn.init.zeros_(layer.bias)
-
-
 class Actor(nn.Module):
     """π(a|s) = N(μ(s), σ²), σ the same in every state: `net` maps obs [batch, obs_dim] to μ [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
         self.net = mlp([obs_dim, *args.hidden, action_dim], generator, activation="tanh")
-        orthogonal(self.net, 0.01, generator)
+        orthogonal(self.net, generator, last_gain=0.01)
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(args.initial_std)))
 
     def log_prob(self, obs: Tensor, actions: Tensor) -> Tensor:
@@ -137,7 +132,7 @@ class Critic(nn.Module):
     def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
         self.net = mlp([obs_dim, *args.hidden, 1], generator, activation="tanh")
-        orthogonal(self.net, 1.0, generator)
+        orthogonal(self.net, generator, last_gain=1.0)
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.net(obs).squeeze(-1)

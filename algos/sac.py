@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.checkpoint import restore, state_of
+from common.command_line import command_line
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
-from common.run import Run, RunArgs, command_line
+from common.run import OnlineArgs, Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 
@@ -40,7 +41,9 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 
 
 @dataclass
-class Args(RunArgs):
+class Args(OnlineArgs):
+    may_be_zero = ("learning_starts",)
+
     # Networks
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers of actor and critics."""

@@ -10,7 +10,7 @@ import sys
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,10 +37,13 @@ class Logger:
     """
 
     def __init__(
-        self, folder: Path, total_steps: int, num_envs: int, state: dict[str, Any] | None, wandb_run: Any = None
+        self, folder: Path, span: tuple[int, int], num_envs: int, state: dict[str, Any] | None, wandb_run: Any = None
     ) -> None:
-        """`state` is what `state()` gave at the checkpoint that the run goes on from, None for a new run."""
-        self.folder, self.total_steps, self.wandb_run = folder, total_steps, wandb_run
+        """`span`: the first step and the last. `state` is what `state()` gave at the checkpoint that the run goes on
+        from, None for a new run.
+        """
+        self.folder, self.first_step, self.wandb_run = folder, span[0], wandb_run
+        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None  # of returns, where one is known
         sizes = state["sizes"] if state else {}
         self._metrics = _AppendedFile(folder / "metrics.csv", sizes)
         self._evaluations = _AppendedFile(folder / "evaluations.csv", sizes)
@@ -50,13 +53,15 @@ class Logger:
             self._write_rows(self._metrics, [METRICS])
             self._write_rows(self._evaluations, [EVALUATIONS])
             self._event_writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        self.step = state["step"] if state else 0
+        self.step = state["step"] if state else span[0]
         self._returns = np.asarray(state["returns"]) if state else np.zeros(num_envs)
         self._lengths = np.asarray(state["lengths"]) if state else np.zeros(num_envs, np.int64)
         self._finished: list[tuple[float, int]] = [tuple(e) for e in state["finished"]] if state else []
         self._timings: dict[str, list[float]] = defaultdict(list)
         self._last_log = (time.perf_counter(), self.step)
-        self._bar = tqdm(total=total_steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=span[1] - span[0], initial=self.step - span[0], unit="step", disable=None, dynamic_ncols=True
+        )
 
     def state(self) -> dict[str, Any]:
         """Sizes of the files, and the episodes under way; every row so far is on disk when this returns."""
@@ -85,6 +90,11 @@ class Logger:
             self._bar.set_postfix({"return": f"{self._finished[-1][0]:.1f}"}, refresh=False)
             self._returns[dones] = 0.0
             self._lengths[dones] = 0
+
+    def count_update(self) -> None:
+        """One gradient step on the dataset alone."""
+        self.step += 1
+        self._bar.update()
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -118,20 +128,25 @@ class Logger:
 
     def log_evaluation(self, episodes: list[Episode]) -> None:
         """Writes one row an episode to `evaluations.csv`, and their means everywhere else."""
-        rows = [
-            (self.step, i, e.return_, e.length, "" if e.success is None else int(e.success), "")
-            for i, e in enumerate(episodes)
-        ]
-        self._write_rows(self._evaluations, rows)
         returns = np.array([episode.return_ for episode in episodes])
+        scores = self.score(returns) if self.score else None
+        rows = [
+            (self.step, i, e.return_, e.length, "" if e.success is None else int(e.success),
+             "" if scores is None else float(scores[i]))
+            for i, e in enumerate(episodes)
+        ]  # fmt: skip
+        self._write_rows(self._evaluations, rows)
         values = {"eval/return": float(returns.mean()), "eval/return_std": float(returns.std())}
         values["eval/length"] = float(np.mean([episode.length for episode in episodes]))
         success = [episode.success for episode in episodes if episode.success is not None]
         if success:
             values["eval/success"] = float(np.mean(success))
+        if scores is not None:
+            values["eval/normalized_score"] = float(scores.mean())
         self._write(values)
         solved = f", {values['eval/success']:.0%} solved" if success else ""
-        self.say(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{solved}")
+        scored = "" if scores is None else f", score {scores.mean():.1f}"
+        self.say(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
 
     def say(self, message: str) -> None:
         """One line for the user, above the progress bar."""
@@ -151,7 +166,7 @@ class Logger:
         self._event_writer.write(event.SerializeToString())
         self._events.file.flush()
         if self.wandb_run is not None:
-            self.wandb_run.log(values, step=self.step)
+            self.wandb_run.log(values, step=self.step - self.first_step)  # it knows no negative steps
 
     @staticmethod
     def _write_rows(log: "_AppendedFile", rows: list[tuple[Any, ...]]) -> None:

@@ -86,6 +86,17 @@ def mlp(
     return MLP(activation, *layers[:-1])
 
 
+def orthogonal(network: MLP, generator: torch.Generator, last_gain: float = math.sqrt(2.0)) -> MLP:
+    """The network, its weights orthogonal with gain √2, `last_gain` in the last layer, its biases zero."""
+    layers = [layer for layer in network if isinstance(layer, nn.Linear | EnsembleLinear)]
+    for layer in layers:
+        gain = last_gain if layer is layers[-1] else math.sqrt(2.0)
+        for weight in [layer.weight] if isinstance(layer, nn.Linear) else layer.weight:
+            nn.init.orthogonal_(weight, gain, generator=generator)
+        nn.init.zeros_(layer.bias)
+    return network
+
+
 class TanhGaussian:
     """The distribution of tanh(u), u ~ N(mean, exp(log_std)²), independent in each dimension.
 

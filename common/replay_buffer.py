@@ -19,6 +19,7 @@ class Batch(NamedTuple):
     """Transitions: obs and next_obs [batch, obs_dim], actions [batch, action_dim], rewards and terminations [batch].
 
     All float32. terminations is 1 where the MDP ended at next_obs; a truncated episode has 0, so that it bootstraps.
+    returns_to_go [batch], where the buffer holds them, is the discounted sum of rewards to the episode's end (Cal-QL).
     """
 
     obs: Tensor
@@ -26,30 +27,24 @@ class Batch(NamedTuple):
     rewards: Tensor
     next_obs: Tensor
     terminations: Tensor
+    returns_to_go: Tensor | None = None
 
 
-def pack(
-    widths: Sequence[int],
-    first: int,
-    obs: ArrayLike,
-    actions: ArrayLike,
-    rewards: ArrayLike,
-    next_obs: ArrayLike,
-    terminations: ArrayLike,
-) -> NDArray[np.float32]:
-    """Rows [n, sum(widths)] of n transitions, arrays of [n, dim] or [n], the first of which is number `first`.
+def pack(widths: Sequence[int], first: int, *transitions: ArrayLike) -> NDArray[np.float32]:
+    """Rows [n, sum(widths)] of n transitions, arrays of [n, dim] or [n] in a batch's order, from number `first` on.
 
     Raises InputError where shapes do not fit, RunError where a number is not finite.
     """
     with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
-        parts = [np.asarray(part, np.float32) for part in (obs, actions, rewards, next_obs, terminations)]
+        parts = [np.asarray(part, np.float32) for part in transitions]
     n = len(parts[0])
-    for name, part, width in zip(Batch._fields, parts, widths, strict=True):
+    names = Batch._fields[: len(widths)]
+    for name, part, width in zip(names, parts, widths, strict=True):
         if part.shape not in ((n, width), (n,) if width == 1 else None):
             raise InputError(f"{name} has shape {part.shape}, the replay buffer needs {(n, width)}")
     rows = np.concatenate([part.reshape(n, -1) for part in parts], axis=1)
     if not np.isfinite(rows).all():
-        require_finite(first, **dict(zip(Batch._fields, parts, strict=True)))
+        require_finite(first, **dict(zip(names, parts, strict=True)))
     return rows
 
 
@@ -73,11 +68,12 @@ class ReplayBuffer:
         action_dim: int,
         device: torch.device | str = "cpu",
         file: Path | None = None,
+        returns_to_go: bool = False,
     ) -> None:
         """Raises InputError where the device's free memory does not hold it, or a `file` cannot be mapped there."""
         self.capacity, self.obs_dim, self.action_dim = capacity, obs_dim, action_dim
         self.device = torch.device(device)
-        self.widths = (obs_dim, action_dim, 1, obs_dim, 1)
+        self.widths: tuple[int, ...] = (obs_dim, action_dim, 1, obs_dim, 1) + (1,) * returns_to_go
         self.file = file
         if file is not None:
             self.rows = self._mapped(file)
@@ -105,13 +101,19 @@ class ReplayBuffer:
         return f"replay buffer: {self.capacity:,} transitions, {self.num_bytes / 1e6:,.0f} MB on {self.device}"
 
     def add(
-        self, obs: ArrayLike, actions: ArrayLike, rewards: ArrayLike, next_obs: ArrayLike, terminations: ArrayLike
+        self,
+        obs: ArrayLike,
+        actions: ArrayLike,
+        rewards: ArrayLike,
+        next_obs: ArrayLike,
+        terminations: ArrayLike,
+        *returns_to_go: ArrayLike,
     ) -> None:
         """Adds n transitions, one from each environment, in order: arrays of [n, dim] or [n].
 
         Raises InputError where shapes do not fit, RunError where a number is not finite.
         """
-        rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations)
+        rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations, *returns_to_go)
         n = len(rows)
         self.rows.index_copy_(0, self._ring(self.added, self.added + n), torch.from_numpy(rows).to(self.device))
         self.added += n
@@ -122,8 +124,8 @@ class ReplayBuffer:
 
     def at(self, where: Tensor) -> Batch:
         """The transitions in the rows `where` [batch], an integer tensor on the buffer's device."""
-        obs, actions, rewards, next_obs, terminations = self.rows.index_select(0, where).split(self.widths, dim=1)
-        return Batch(obs, actions, rewards.squeeze(1), next_obs, terminations.squeeze(1))
+        obs, actions, rewards, next_obs, *rest = self.rows.index_select(0, where).split(self.widths, dim=1)
+        return Batch(obs, actions, rewards.squeeze(1), next_obs, *(part.squeeze(1) for part in rest))
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Appends to the files in `folder` what was added since the last save; returns the state that `load` takes.

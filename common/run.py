@@ -1,11 +1,9 @@
-"""One run: its arguments, its folder, its device, exact resume, and an end that is never a traceback."""
+"""One run: its arguments, its folder, its device, and exact resume."""
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import importlib.metadata
-import io
 import json
 import math
 import os
@@ -17,10 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
-import tyro
 
 from common import checkpoint
 from common.errors import InputError, RunError
@@ -28,22 +25,19 @@ from common.logger import Logger, start_wandb
 from common.replay_buffer import ReplayBuffer
 
 MAY_DIFFER = ("run_dir", "track")  # arguments that change where a run is written, not what it computes
-MAY_BE_ZERO = (
-    "seed", "learning_starts", "entropy_coefficient", "gae_lambda", "exploration_noise", "target_noise",
-    "target_noise_clip",
-)  # fmt: skip
 
 
 @dataclasses.dataclass
 class RunArgs:
-    """What every algorithm takes."""
+    """What every algorithm takes. Numbers are above 0, but for those that a class says may be 0, or of any sign."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("seed",)
+    any_sign: ClassVar[tuple[str, ...]] = ()
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
     seed: int = 1
     """Fixes everything random: networks, exploration, environments, batches."""
-    total_steps: int = 1_000_000
-    """Environment steps, those of all environments added up."""
     num_envs: int = 1
     """Environments stepped together."""
     vectorizer: Literal["sync", "async", "envpool"] = "sync"
@@ -63,17 +57,42 @@ class RunArgs:
     track: bool = False
     """Log to Weights & Biases too."""
 
+    @property
+    def task(self) -> str:
+        """What is learned, for the run's name."""
+        return self.env
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first step and the last; environment steps are positive, gradient steps on a dataset alone negative."""
+        raise NotImplementedError
+
     def __post_init__(self) -> None:
+        allowed = {name for base in type(self).__mro__ for name in vars(base).get("may_be_zero", ())}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             flag = "--" + field.name.replace("_", "-")
             if isinstance(value, tuple) and not (value and min(value) > 0):
                 raise InputError(f"{flag} is {value}: give one or more numbers above 0")
             if isinstance(value, int | float) and not isinstance(value, bool):
-                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_ZERO):
+                if field.name in self.any_sign and math.isfinite(value):
+                    continue
+                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in allowed):
                     raise InputError(f"{flag} is {value}: give a number above 0")
                 if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau", "gae_lambda"):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")
+
+
+@dataclasses.dataclass
+class OnlineArgs(RunArgs):
+    """What every algorithm takes that learns from its environment alone."""
+
+    total_steps: int = 1_000_000
+    """Environment steps, those of all environments added up."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return 0, self.total_steps
 
 
 class Run:
@@ -85,10 +104,11 @@ class Run:
         Raises InputError where the folder belongs to other arguments; exits with 0 where the run is finished.
         """
         self.args, self.steps_between = args, steps_between or args.num_envs
+        self.first_step, self.last_step = args.span
         # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower:
         # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
         torch.set_flush_denormal(True)
-        self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.env)}__{args.seed}"
+        self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
         self.folder = args.run_dir or Path("runs") / self.name
         self.device = _device(args.device)
         self._signal = 0
@@ -111,9 +131,7 @@ class Run:
         path = self.folder / "checkpoint" / "state.pt"
         saved = checkpoint.load(path) if path.exists() else None
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
-        self.logger = Logger(
-            self.folder, self.args.total_steps, self.args.num_envs, saved and saved["logger"], wandb_run
-        )
+        self.logger = Logger(self.folder, self.args.span, self.args.num_envs, saved and saved["logger"], wandb_run)
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # signals reach the main thread only
                 signal.signal(number, self._on_signal)
@@ -129,13 +147,14 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Environment steps so far."""
+        """Environment steps so far, or less than zero: gradient steps to go on the dataset alone."""
         return self.logger.step
 
     def due(self, every: int) -> bool:
         """Whether a multiple of `every` was reached since the loop's last turn, or the end."""
         step = self.step
-        return step // every > (step - self.steps_between) // every or step >= self.args.total_steps
+        before = step - (self.steps_between if step > 0 else 1)
+        return step // every > before // every or step >= self.last_step
 
     def warn_inexact(self, exact: list[bool]) -> None:
         """Says so, and counts anew, where an environment [num_envs] is not back in the very state that was saved."""
@@ -175,6 +194,7 @@ class Run:
         self.logger.close()
         with checkpoint.replacing(self.folder / "DONE") as file:
             file.write(json.dumps({"step": self.step}).encode())
+        self._lock_file.close()
         self.logger.say(f"done: {self.step:,} steps, results in {self.folder}")
 
     def _check_folder(self) -> None:
@@ -201,7 +221,7 @@ class Run:
                 f"give another --run-dir, or delete {self.folder} to start afresh"
             )
         if (self.folder / "DONE").exists():
-            sys.stderr.write(f"{self.folder} is finished ({self.args.total_steps:,} steps): nothing to do\n")
+            sys.stderr.write(f"{self.folder} is finished ({self.last_step - self.first_step:,} steps): nothing to do\n")
             raise SystemExit(0)
 
     def _lock(self) -> None:
@@ -216,43 +236,6 @@ class Run:
             raise SystemExit(128 + number)
         self._signal = number
         self.logger.say("stopping after this step and a checkpoint (again: at once)")
-
-
-T = TypeVar("T")
-
-
-def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
-    """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
-    program = Path(sys.argv[0]).name
-    try:
-        train(_parse(arguments))
-    except InputError as error:
-        sys.stderr.write(f"{program}: {error}\n")
-        raise SystemExit(2) from None
-    except RunError as error:
-        sys.stderr.write(f"{program}: {error}\n")
-        raise SystemExit(1) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        where = error.filename or "the run folder"
-        sys.stderr.write(f"{program}: {error.strerror} ({where}): make room, then the same command goes on\n")
-        raise SystemExit(1) from None
-
-
-def _parse(arguments: type[T]) -> T:
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-    # tyro draws a box of many lines: what is wrong stands above its first rule, what was meant below.
-    lines = [line.strip("│╭╮╰╯ ─") for line in said.getvalue().splitlines()[1:]]
-    wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
-    meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
-    raise InputError(f"{wrong}{f' (perhaps {meant[1]}?)' if meant else ''}\nsee --help for all flags")
 
 
 def _device(name: str) -> torch.device:

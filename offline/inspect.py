@@ -22,8 +22,8 @@ import tyro
 from numpy.typing import NDArray
 
 from common.checkpoint import replacing
+from common.command_line import command_line
 from common.errors import InputError
-from common.run import command_line
 from offline.dataset import read
 from offline.recording import Array, Block, Recording
 from offline.scores import normalized

@@ -35,7 +35,26 @@ SMALL: dict[str, dict[str, Any]] = {
     "sac": COMMON | OFF_POLICY,
     "td3": COMMON | OFF_POLICY,
     "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
+    "iql": COMMON | {"batch_size": 16, "buffer_size": 10_000},
 }
+OFFLINE = ("iql",)  # these begin with a dataset
+PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
+
+
+def arguments_of(algo: str, changed: dict[str, Any]) -> dict[str, Any]:
+    """SMALL's, changed; where an algorithm begins with a dataset, half of the total steps are offline."""
+    arguments = SMALL[algo] | changed
+    if algo in OFFLINE:
+        total = arguments.pop("total_steps")
+        arguments.pop("learning_starts", None)
+        arguments = {
+            "dataset": str(PENDULUM),
+            "offline_steps": total // 2,
+            "online_steps": total - total // 2,
+        } | arguments
+    return arguments
+
+
 every_algorithm = pytest.mark.parametrize("algo", sorted(SMALL))
 
 
@@ -46,7 +65,9 @@ def module(algo: str) -> ModuleType:
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., RunArgs]:
     """Arguments of a run of seconds, in a folder of this test's."""
-    return lambda algo="sac", **changed: module(algo).Args(**(SMALL[algo] | {"run_dir": tmp_path / "run"} | changed))
+    return lambda algo="sac", **changed: module(algo).Args(
+        **arguments_of(algo, {"run_dir": tmp_path / "run"} | changed)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +85,7 @@ def process_as_before() -> Iterator[None]:
 def flags(algo: str = "sac", **arguments: Any) -> list[str]:
     """The command-line flags for these arguments."""
     said: list[str] = []
-    for name, value in (SMALL[algo] | arguments).items():
+    for name, value in arguments_of(algo, arguments).items():
         said += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return said
 

@@ -12,8 +12,8 @@ import torch
 
 import envs.state
 import envs.vector
+from common.command_line import command_line
 from common.networks import Adam
-from common.run import command_line
 
 algorithm = importlib.import_module(f"algos.{sys.argv[1]}")
 PLACES: dict[str, tuple[Any, str]] = {

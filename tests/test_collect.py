@@ -17,8 +17,8 @@ import pytest
 from conftest import module
 from gymnasium.spaces import flatten
 
+from common.command_line import command_line
 from common.errors import InputError, RunError
-from common.run import command_line
 from envs.make import seeds
 from offline.collect import Args, collect
 from offline.dataset import load
@@ -319,7 +319,8 @@ def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
 
     code = (
         "import os, signal, sys; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from common.run import command_line; from offline.collect import Args, collect; command_line(collect, Args)"
+        "from common.command_line import command_line; from offline.collect import Args, collect\n"
+        "command_line(collect, Args)"
     )
     killed = subprocess.run([sys.executable, "-c", code, *line[3:]], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL

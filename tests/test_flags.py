@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, module
+from conftest import OFFLINE, ROOT, SMALL, module
 
-from common.run import RunArgs
+from common.run import OnlineArgs, RunArgs
+from offline.switch import OfflineArgs
 
 
 def attributes_read(path: Path) -> set[str]:
@@ -20,17 +21,21 @@ def attributes_read(path: Path) -> set[str]:
 def test_every_flag_is_read_somewhere(algorithm: str):
     """Trap 13: no dead flags."""
     module = __import__(f"algos.{algorithm}", fromlist=["Args"])
-    read = attributes_read(ROOT / "algos" / f"{algorithm}.py") | attributes_read(ROOT / "common" / "run.py")
+    files = [ROOT / "algos" / f"{algorithm}.py", ROOT / "common" / "run.py"]
+    files += [ROOT / "offline" / "switch.py"] if algorithm in OFFLINE else []
+    read = set().union(*map(attributes_read, files))
     assert {field.name for field in dataclasses.fields(module.Args)} <= read
 
 
 @pytest.mark.parametrize("algorithm", sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
 def test_every_flag_is_documented_by_its_docstring(algorithm: str):
-    for path, name in ((ROOT / "algos" / f"{algorithm}.py", "Args"), (ROOT / "common" / "run.py", "RunArgs")):
+    shared = [("common/run.py", "RunArgs"), ("common/run.py", "OnlineArgs"), ("offline/switch.py", "OfflineArgs")]
+    for file, name in [(f"algos/{algorithm}.py", "Args"), *shared]:
+        path = ROOT / file
         (tree,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
         body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
         for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign):
+            if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation):
                 assert isinstance(text, ast.Expr), ast.unparse(field)
                 assert isinstance(text.value, ast.Constant)
 
@@ -73,6 +78,8 @@ def test_imports_run_one_way():
 
 
 def test_shared_arguments_are_the_designs():
-    names = {field.name for field in dataclasses.fields(RunArgs)}
+    names = {field.name for field in dataclasses.fields(OnlineArgs)}
     assert {"env", "seed", "total_steps", "device", "compile", "run_dir", "eval_every", "eval_episodes",
             "checkpoint_every", "track"} <= names  # fmt: skip
+    names = {field.name for field in dataclasses.fields(OfflineArgs)}
+    assert {"dataset", "offline_steps", "online_steps", "retain", "offline_ratio", "init_from"} <= names

@@ -1,0 +1,281 @@
+"""Implicit Q-Learning, offline and then online.
+
+Kostrikov, Nair and Levine 2021, "Offline Reinforcement Learning with Implicit Q-Learning", arXiv 2110.06169. Equation
+numbers below are that paper's.
+
+    python algos/iql.py --dataset hopper-medium-v2
+    python algos/iql.py --dataset antmaze-medium-play-v2 --online-steps 1000000
+    python algos/iql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
+
+Where public versions differ, this one follows the authors' own code:
+- the policy's Gaussian is not squashed: its mean is a tanh, its σ the same in every state; actions drawn are clipped;
+- V first, then the policy with the new V, then Q with the new V, then the targets, all on one batch;
+- the policy's learning rate falls to 0 as a cosine where no online steps follow;
+- online, one buffer grows out of the dataset (`--retain append`), and rewards are scaled as the dataset's were (theirs
+  are not, which their script for AntMaze does not need);
+- no observation is normalised.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.checkpoint import restore, state_of
+from common.command_line import command_line
+from common.evaluate import evaluate
+from common.networks import Adam, Polyak, mlp, orthogonal
+from common.replay_buffer import Batch
+from common.run import Run
+from envs.make import make, make_vector, seeds
+from envs.state import get_states, set_states
+from offline.switch import OfflineArgs, Switch, with_presets
+
+Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+
+
+@dataclass
+class Args(OfflineArgs):
+    may_be_zero = ("dropout",)
+    any_sign = ("reward_shift",)
+
+    # Networks
+    hidden: tuple[int, ...] = (256, 256)
+    """Widths of the hidden layers of actor, critics and value."""
+    critics: int = 2
+    """Critics; the smallest of their targets counts."""
+    dropout: float | None = None
+    """Dropout in the actor's hidden layers; by the dataset's domain."""
+
+    # Learning
+    expectile: float | None = None
+    """τ of the expectile regression, eq. 5; by the dataset's domain."""
+    temperature: float | None = None
+    """β of the policy's weights, eq. 7; by the dataset's domain."""
+    max_weight: float = 100.0
+    """Where those weights are cut off."""
+    gamma: float = 0.99
+    """Discount."""
+    tau: float = 0.005
+    """Step of the target critics towards the critics, at every update."""
+    actor_lr: float = 3e-4
+    """Learning rate of the actor."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critics."""
+    value_lr: float = 3e-4
+    """Learning rate of the value."""
+    batch_size: int = 256
+    """Transitions in an update."""
+
+    # Rewards
+    normalize_returns: bool | None = None
+    """Scale rewards by 1000 / (best - worst return of the dataset); by the dataset's domain."""
+    reward_shift: float | None = None
+    """Added to each reward; by the dataset's domain."""
+
+
+# Appendix B, and the authors' configurations.
+LOCOMOTION = {
+    "expectile": 0.7, "temperature": 3.0, "dropout": 0.0, "normalize_returns": True, "reward_shift": 0.0,
+}  # fmt: skip
+HANDS = LOCOMOTION | {"temperature": 0.5, "dropout": 0.1, "normalize_returns": False}
+PRESETS: dict[str, dict[str, Any]] = {
+    "locomotion": LOCOMOTION,
+    "antmaze": LOCOMOTION | {"expectile": 0.9, "temperature": 10.0, "normalize_returns": False, "reward_shift": -1.0},
+    "adroit": HANDS,
+    "kitchen": HANDS,
+}
+
+
+class Actor(nn.Module):
+    """π(a|s) = N(μ(s), σ²): obs [batch, obs_dim] to μ [batch, action_dim] in [-1, 1]; log σ is the same everywhere."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = orthogonal(mlp([obs_dim, *args.hidden, action_dim], generator), generator)
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+        self.dropout = args.dropout or 0.0
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return torch.tanh(self.net(obs))
+
+    def dropped_out(self, obs: Tensor, generator: torch.Generator) -> Tensor:
+        """μ with a share of the hidden units left out."""
+        if not self.dropout:
+            return self(obs)
+        for layer in self.net:
+            obs = layer(obs)
+            if isinstance(layer, nn.ReLU):
+                kept = torch.rand(obs.shape, generator=generator, device=obs.device) >= self.dropout
+                obs = obs * kept / (1.0 - self.dropout)
+        return torch.tanh(obs)
+
+    @property
+    def clipped_log_std(self) -> Tensor:
+        """log σ in [-5, 2]: a large β would drive it down without end."""
+        return self.log_std.clamp(-5.0, 2.0)
+
+    def log_prob(self, mean: Tensor, actions: Tensor) -> Tensor:
+        """[batch]: log N(a; μ, σ²) of the actions given."""
+        log_std = self.clipped_log_std
+        noise = (actions - mean) * torch.exp(-log_std)
+        return (-0.5 * noise.square() - log_std - 0.5 * math.log(2.0 * math.pi)).sum(-1)
+
+
+class Critic(nn.Module):
+    """Q_i(s, a) of all critics at once: [critics, batch]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = orthogonal(mlp([obs_dim + action_dim, *args.hidden, 1], generator, args.critics), generator)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        values: Tensor = self.net(torch.cat([obs, actions], dim=-1))
+        return values.squeeze(-1)
+
+
+class Value(nn.Module):
+    """V(s): obs [batch, obs_dim] to [batch]."""
+
+    def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = orthogonal(mlp([obs_dim, *args.hidden, 1], generator), generator)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.net(obs).squeeze(-1)
+
+
+class IQL:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        initializer = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
+        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target.load_state_dict(self.critic.state_dict())
+        self.value = Value(obs_dim, args, initializer).to(device)
+        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
+        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.value_optimizer = Adam(self.value.parameters(), args.value_lr)
+        assert args.expectile is not None, "with_presets fills it in"
+        assert args.temperature is not None, "with_presets fills it in"
+        self.expectile, self.temperature, self.max_weight = args.expectile, args.temperature, args.max_weight
+        self.args, self.device = args, device
+
+    @torch.no_grad()
+    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+        """Actions [n, action_dim] for obs [n, obs_dim]: drawn and clipped, or the mean."""
+        actions = self.actor(torch.from_numpy(obs).to(self.device))
+        if not deterministic:
+            noise = torch.randn(actions.shape, generator=self.generator, device=self.device)
+            actions = (actions + self.actor.clipped_log_std.exp() * noise).clamp(-1.0, 1.0)
+        return actions.cpu().numpy()
+
+    def value_loss(self, batch: Batch, target_values: Tensor) -> tuple[Tensor, Metrics]:
+        """Expectile regression of V on Q of the dataset's actions, eq. 5: L₂^τ(u) = |τ - 1(u < 0)| u²."""
+        value = self.value(batch.obs)
+        u = target_values - value
+        loss = (torch.where(u < 0, 1.0 - self.expectile, self.expectile) * u.square()).mean()
+        return loss, {"losses/value": loss.detach(), "losses/v": value.detach()}
+
+    def actor_loss(self, batch: Batch, advantages: Tensor) -> tuple[Tensor, Metrics]:
+        """Advantage-weighted regression, eq. 7. The weight is cut off, not the advantage, and gets no gradient."""
+        weights = (self.temperature * advantages).exp().clamp(max=self.max_weight)
+        mean = self.actor.dropped_out(batch.obs, self.generator)
+        loss = -(weights * self.actor.log_prob(mean, batch.actions)).mean()
+        return loss, {
+            "losses/actor": loss.detach(),
+            "charts/weight": weights,
+            "charts/log_std": self.actor.log_std.detach(),
+        }
+
+    def critic_loss(self, batch: Batch, next_values: Tensor) -> tuple[Tensor, Metrics]:
+        """Bellman residual with V as the next value, eq. 6; termination masks it, truncation does not."""
+        target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_values
+        values = self.critic(batch.obs, batch.actions)
+        loss = (values - target).square().mean(1).sum()
+        return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
+
+    def update(self, batch: Batch) -> Metrics:
+        """One gradient step of each network (the paper's algorithm 1, as its authors' code interleaves the two)."""
+        with torch.no_grad():
+            target_values = self.critic_target(batch.obs, batch.actions).amin(0)
+        value_loss, value_metrics = self.value_loss(batch, target_values)
+        self.value_optimizer.descend(value_loss)
+        with torch.no_grad():  # the new V, of both observations in one forward
+            values, next_values = self.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
+        actor_loss, actor_metrics = self.actor_loss(batch, target_values - values)
+        self.actor_optimizer.descend(actor_loss)
+        critic_loss, critic_metrics = self.critic_loss(batch, next_values)
+        self.critic_optimizer.descend(critic_loss)
+        self.follow_critic()
+        return value_metrics | actor_metrics | critic_metrics
+
+    def decay(self, step: int) -> None:
+        """The actor's learning rate for the update that ends at `step`: a cosine to 0 where nothing follows."""
+        if not self.args.online_steps:
+            passed = 1.0 + (step - 1) / self.args.offline_steps
+            self.actor_optimizer.param_groups[0]["lr"] = self.args.actor_lr * 0.5 * (1.0 + math.cos(math.pi * passed))
+
+
+def train(args: Args) -> None:
+    args = with_presets(args, PRESETS)
+    run = Run("iql", args)
+    switch = Switch(args, run, normalize_returns=bool(args.normalize_returns), reward_shift=args.reward_shift or 0.0)
+    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
+    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
+    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    agent = IQL(args, obs_dim, action_dim, run.device)
+    update = torch.compile(agent.update) if args.compile else agent.update
+
+    saved = switch.open(run, obs_dim, action_dim)
+    if saved:
+        restore(agent, saved["agent"])
+        obs, exact = set_states(envs, saved["envs"])
+        run.warn_inexact(exact)
+    else:
+        switch.begin(agent)
+        obs, _ = envs.reset()
+        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+
+    metrics: Metrics = {}
+    while run.step < args.online_steps:
+        # Act
+        if run.step < 0:
+            run.logger.count_update()
+        else:
+            with run.logger.timed("act"):
+                actions = agent.act(obs)
+            with run.logger.timed("env_step"):
+                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+            switch.add(obs, actions, rewards, next_obs, terminations)
+            dones = terminations | truncations
+            run.logger.count(rewards, dones)
+            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+
+        # Learn
+        for _ in range(switch.updates(run.step)):
+            agent.decay(run.step)
+            with run.logger.timed("update"):
+                metrics = update(switch.sample(args.batch_size, run.step, agent.generator))
+
+        # Report
+        if run.due(1_000):
+            run.logger.log(metrics)
+        if switch.evaluates(run):
+            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
+    envs.close()
+    run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

@@ -1,0 +1,50 @@
+"""A command's arguments, and its ends: bad input with status 2, a failed run with 1, each in two lines at most."""
+
+import contextlib
+import errno
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from common.errors import InputError, RunError
+
+T = TypeVar("T")
+
+
+def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
+    """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
+    program = Path(sys.argv[0]).name
+    try:
+        train(_parse(arguments))
+    except InputError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        raise SystemExit(2) from None
+    except RunError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = error.filename or "the run folder"
+        sys.stderr.write(f"{program}: {error.strerror} ({where}): make room, then the same command goes on\n")
+        raise SystemExit(1) from None
+
+
+def _parse(arguments: type[T]) -> T:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    # tyro draws a box of many lines: what is wrong stands above its first rule, what was meant below.
+    lines = [line.strip("│╭╮╰╯ ─") for line in said.getvalue().splitlines()[1:]]
+    wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
+    meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
+    raise InputError(f"{wrong}{f' (perhaps {meant[1]}?)' if meant else ''}\nsee --help for all flags")

@@ -1,0 +1,228 @@
+"""From a dataset to online learning: steps run from -offline_steps to online_steps, and 0 is the switch.
+
+Before it a step is an update on the dataset; behind it a step of the environment. `--retain` says what is sampled then:
+
+- none: online transitions alone, once the frozen policy has collected `--warmup-steps` (WSRL, Zhou et al. 2025);
+- append: dataset and online transitions alike, as from one growing buffer (IQL, Kostrikov et al. 2021);
+- mix: a fixed share of the dataset in every batch, spread evenly over it (RLPD, Ball et al. 2023; Cal-QL).
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common import checkpoint
+from common.errors import InputError
+from common.replay_buffer import Batch, ReplayBuffer
+from common.run import Run, RunArgs
+from offline.dataset import load, read
+from offline.scores import normalized
+
+Array = NDArray[np.float32]
+
+
+@dataclass
+class OfflineArgs(RunArgs):
+    """What every algorithm takes that begins with a dataset."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("offline_steps", "online_steps", "warmup_steps")
+
+    env: str = ""
+    """Gymnasium id of the environment; the dataset's own unless given."""
+    eval_every: int = 5_000
+    """Steps between evaluations, beside those on both sides of the switch."""
+    checkpoint_every: int = 10_000
+    """Steps between checkpoints."""
+
+    # From data to online
+    dataset: str = ""
+    """A D4RL id, a Minari id, or the path of an HDF5 file in D4RL's layout."""
+    offline_steps: int = 1_000_000
+    """Updates on the dataset alone."""
+    online_steps: int = 0
+    """Environment steps behind them, those of all environments added up."""
+    retain: Literal["none", "append", "mix"] = "append"
+    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    offline_ratio: float = 0.5
+    """With --retain mix: the dataset's share of each batch."""
+    warmup_steps: int = 5_000
+    """With --retain none: environment steps with the frozen policy before the first online update."""
+    utd: int = 1
+    """Updates for each environment step (update-to-data ratio)."""
+    buffer_size: int = 1_000_000
+    """Online transitions that the replay buffer holds."""
+    init_from: Path | None = None
+    """A run folder of the same algorithm, whose agent this run begins with."""
+    d4rl_compat: bool = False
+    """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
+    horizon: int | None = None
+    """Time limit of a dataset's file that marks no time-outs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset:
+            raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
+        if not 0 < self.offline_ratio < 1:
+            raise InputError(f"--offline-ratio is {self.offline_ratio}: give a number between 0 and 1")
+
+    @property
+    def task(self) -> str:
+        return Path(self.dataset).stem if self.dataset.endswith((".hdf5", ".h5")) else self.dataset
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return -self.offline_steps, self.online_steps
+
+
+T = TypeVar("T", bound=OfflineArgs)
+
+
+def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
+    """The arguments with the dataset's environment, and with what was left at None as the paper has it in the domain.
+
+    `presets`: by domain, locomotion, antmaze, maze2d, adroit or kitchen; locomotion's where one has none of its own.
+    """
+    recording = read(args.dataset, args.d4rl_compat, args.horizon)
+    chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
+    preset = presets.get(domain(args.env or recording.env or "", args.task), presets["locomotion"])
+    chosen |= {name: value for name, value in preset.items() if getattr(args, name) is None}
+    return dataclasses.replace(args, **chosen)
+
+
+def domain(env: str, dataset: str) -> str:
+    """locomotion, antmaze, maze2d, adroit or kitchen, by the names of the environment and the dataset."""
+    name = f"{env} {dataset}".lower()
+    words = {"antmaze": ("antmaze",), "kitchen": ("kitchen",), "maze2d": ("maze2d", "pointmaze")}
+    words["adroit"] = ("adroit", "pen-", "door-", "hammer-", "relocate-")
+    return next((found for found, marks in words.items() if any(mark in name for mark in marks)), "locomotion")
+
+
+class Switch:
+    """The dataset, the online transitions, and what of them is sampled when."""
+
+    def __init__(
+        self,
+        args: OfflineArgs,
+        run: Run,
+        reward_scale: float = 1.0,
+        reward_shift: float = 0.0,
+        normalize_returns: bool = False,
+    ) -> None:
+        """The rewards' arguments are those of `offline.dataset.load`; online rewards get the same.
+
+        Raises InputError as `load` does, and where nobody knows the dataset's environment.
+        """
+        self.args = args
+        self.dataset = load(
+            args.dataset, run.device, reward_scale=reward_scale, reward_shift=reward_shift,
+            normalize_returns=normalize_returns, compat=args.d4rl_compat, horizon=args.horizon,
+        )  # fmt: skip
+        if not (args.env or self.dataset.env):
+            raise InputError(f"{args.dataset} does not say what environment evaluates it: give --env")
+        self.env = args.env or str(self.dataset.env)
+        self.env_kwargs = {} if args.env else self.dataset.env_kwargs
+        data = self.dataset.buffer
+        capacity = max(1, min(args.buffer_size, args.online_steps))
+        self.online = ReplayBuffer(capacity, data.obs_dim, data.action_dim, run.device)
+        self._order: Tensor | None = None
+        self._fingerprint = self.dataset.fingerprint()
+
+    def open(self, run: Run, obs_dim: int, action_dim: int) -> dict[str, Any] | None:
+        """`run.open()`, and what the run must know and say of the dataset. Returns the state to go on from.
+
+        Raises InputError where the dataset does not fit the environment, or is not the one that the run began with.
+        """
+        data = self.dataset.buffer
+        if (data.obs_dim, data.action_dim) != (obs_dim, action_dim):
+            raise InputError(
+                f"{self.args.dataset} has {data.obs_dim} observations and {data.action_dim} actions, "
+                f"{self.env} has {obs_dim} and {action_dim}: give another --env"
+            )
+        saved = run.open()
+        dataset = self.dataset
+        if dataset.reference is not None:
+            run.logger.score = partial(normalized, reference=dataset.reference)
+        run.logger.say(
+            f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
+            f"evaluated in {self.env}"
+        )
+        if saved:
+            if saved["dataset"] != self._fingerprint:
+                raise InputError(
+                    f"{self.args.dataset} is not the dataset any more that {run.folder} began with: "
+                    "give another --run-dir to start afresh"
+                )
+            self.online.load(run.folder / "checkpoint" / "replay", saved["buffer"])
+        return saved
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the online transitions."""
+        return {"dataset": self._fingerprint}
+
+    def begin(self, agent: object) -> None:
+        """Gives the agent of a new run what --init-from says."""
+        if self.args.init_from is not None:
+            path = self.args.init_from / "checkpoint" / "state.pt"
+            if not path.exists():
+                raise InputError(
+                    f"{self.args.init_from} is not a run folder with a checkpoint: give another --init-from"
+                )
+            checkpoint.restore(agent, checkpoint.load(path)["agent"])
+
+    def add(self, obs: Array, actions: Array, rewards: Array, next_obs: Array, terminations: NDArray[np.bool_]) -> None:
+        """Online transitions, one of each environment, with raw rewards."""
+        self.online.add(obs, actions, self.dataset.scale(rewards), next_obs, terminations)
+
+    def updates(self, step: int) -> int:
+        """How many belong to the step that ended at `step`."""
+        if step <= 0:
+            return 1
+        frozen = self.args.retain == "none" and step <= self.args.warmup_steps
+        return 0 if frozen else self.args.utd * self.args.num_envs
+
+    def evaluates(self, run: Run) -> bool:
+        """At every multiple of --eval-every, and on both sides of the switch."""
+        return run.due(self.args.eval_every) or 0 <= run.step <= self.args.num_envs
+
+    def sample(self, batch_size: int, step: int, generator: torch.Generator) -> Batch:
+        """A batch for an update of the step that ended at `step`."""
+        if step <= 0:
+            return self.dataset.buffer.sample(batch_size, generator)
+        if self.args.retain == "none":
+            return self.online.sample(batch_size, generator)
+        if self.args.retain == "append":
+            return self._from_both(batch_size, generator)
+        offline = round(self.args.offline_ratio * batch_size)
+        parts = self.dataset.buffer.sample(offline, generator), self.online.sample(batch_size - offline, generator)
+        order = self._interleaved(offline, batch_size)
+        return Batch(*(torch.cat(pair).index_select(0, order) for pair in zip(*map(_fields, parts), strict=True)))
+
+    def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
+        """Uniform over the rows of both buffers, as if they were one."""
+        data, online = self.dataset.buffer, self.online
+        where = torch.randint(len(data) + len(online), (batch_size,), generator=generator, device=data.device)
+        parts = data.at(where.clamp(max=len(data) - 1)), online.at((where - len(data)).clamp(min=0))
+        from_data = where < len(data)
+        chosen = (
+            torch.where(from_data.view(-1, *[1] * (a.dim() - 1)), a, b)
+            for a, b in zip(*map(_fields, parts), strict=True)
+        )
+        return Batch(*chosen)
+
+    def _interleaved(self, offline: int, batch_size: int) -> Tensor:
+        """An order in which neighbours have nearly the same share of the dataset: RLPD slices its batches."""
+        if self._order is None or len(self._order) != batch_size:
+            places = [(torch.arange(n) + 0.5) / n for n in (offline, batch_size - offline)]
+            self._order = torch.cat(places).argsort(stable=True).to(self.online.device)
+        return self._order
+
+
+def _fields(batch: Batch) -> list[Tensor]:
+    return [part for part in batch if part is not None]

@@ -1,0 +1,189 @@
+"""IQL against formulas written a second time, known answers, and the traps of its public versions."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PENDULUM, SMALL, same
+from formulas import forward, layers, make_batch, parameters, values
+
+from algos.iql import IQL, PRESETS, Args
+from common.checkpoint import restore, state_of
+from common.networks import Adam
+from common.replay_buffer import Batch, ReplayBuffer
+from offline.switch import with_presets
+
+
+def make_agent(double: bool = True, **changed: Any) -> IQL:
+    small = {name: SMALL["iql"][name] for name in ("hidden", "batch_size")}
+    args = with_presets(Args(**({"dataset": str(PENDULUM)} | small | changed)), PRESETS)
+    agent = IQL(args, 3, 2, torch.device("cpu"))
+    with torch.no_grad():
+        agent.actor.log_std.copy_(torch.tensor([-0.3, 0.4]))
+        for parameter in agent.critic_target.parameters():  # so that a target taken from the online critic shows
+            parameter.mul_(1.3)
+    if double:
+        for network in (agent.actor, agent.critic, agent.critic_target, agent.value):
+            network.double()
+        agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
+        agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
+        agent.value_optimizer = Adam(agent.value.parameters(), 1e-3)
+    return agent
+
+
+def target_values(agent: IQL, batch: Batch) -> np.ndarray:
+    return np.min(values(agent.critic_target, batch.obs.numpy(), batch.actions.numpy(), agent.args.critics), axis=0)
+
+
+def value(agent: IQL, obs: torch.Tensor) -> np.ndarray:
+    return forward(obs.numpy(), layers(agent.value))[:, 0]
+
+
+@pytest.mark.parametrize("expectile", [0.5, 0.7, 0.9])
+def test_value_loss_is_the_expectile_regression(expectile: float) -> None:
+    agent, batch = make_agent(expectile=expectile), make_batch(40)
+    target = target_values(agent, batch)
+    expected = np.mean([abs(expectile - (u < 0)) * u**2 for u in target - value(agent, batch.obs)])
+    loss, _ = agent.value_loss(batch, torch.from_numpy(target))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_actor_loss_is_the_advantage_weighted_regression() -> None:
+    """The weight is cut off at 100, the advantage is not; the density is that of the actions given."""
+    agent, batch = make_agent(temperature=3.0), make_batch(40)
+    advantages = np.linspace(-2, 3, 40)  # e⁹ is far above 100
+    mean = np.tanh(forward(batch.obs.numpy(), layers(agent.actor)))
+    std = np.exp(np.clip(agent.actor.log_std.detach().numpy(), -5, 2))
+    density = np.exp(-0.5 * ((batch.actions.numpy() - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
+    expected = -np.mean(np.minimum(np.exp(3 * advantages), 100) * np.log(density).sum(1))
+    loss, _ = agent.actor_loss(batch, torch.from_numpy(advantages))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_critic_loss_is_the_bellman_residual_of_v() -> None:
+    agent, batch = make_agent(), make_batch(40)
+    target = batch.rewards.numpy() + 0.99 * (1 - batch.terminations.numpy()) * value(agent, batch.next_obs)
+    expected = sum(
+        np.mean((q - target) ** 2) for q in values(agent.critic, batch.obs.numpy(), batch.actions.numpy(), 2)
+    )
+    loss, _ = agent.critic_loss(batch, torch.from_numpy(value(agent, batch.next_obs)))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_update_goes_in_the_authors_order() -> None:
+    """V first; then the actor with the new V and the old targets; then the critics with the new V; then the targets."""
+    agent, batch = make_agent(), make_batch(40)
+    old_targets = target_values(agent, batch)
+    old_value = value(agent, batch.obs)
+    seen: dict[str, torch.Tensor] = {}
+    actor_loss, critic_loss = agent.actor_loss, agent.critic_loss
+    agent.actor_loss = lambda b, advantages: seen.update(advantages=advantages) or actor_loss(b, advantages)  # type: ignore
+    agent.critic_loss = lambda b, following: seen.update(following=following) or critic_loss(b, following)  # type: ignore
+    agent.update(batch)
+    new_value = value(agent, batch.obs)
+    assert not np.allclose(new_value, old_value)
+    assert np.allclose(seen["advantages"], old_targets - new_value)
+    assert np.allclose(seen["following"], value(agent, batch.next_obs))
+    assert not np.allclose(target_values(agent, batch), old_targets)
+
+
+def test_each_loss_moves_its_own_network_alone() -> None:
+    agent, batch = make_agent(), make_batch(40)
+    ones = torch.ones(40, dtype=torch.float64)
+    moved = {
+        "value": (agent.value_loss(batch, ones)[0], agent.value_optimizer),
+        "actor": (agent.actor_loss(batch, ones)[0], agent.actor_optimizer),
+        "critic": (agent.critic_loss(batch, ones)[0], agent.critic_optimizer),
+    }
+    for name, (loss, optimizer) in moved.items():
+        before = {key: parameter.clone() for key, parameter in parameters(agent)}
+        optimizer.descend(loss)
+        changed = {key.split(".")[0] for key, parameter in parameters(agent) if not torch.equal(parameter, before[key])}
+        assert changed == {name}
+
+
+def test_critics_reach_the_values_of_the_best_actions_in_the_data() -> None:
+    """One state that lasts for ever, four actions with rewards 0 to 3, γ = 0.5.
+
+    With τ near 1 V goes to 3 / (1 - γ) = 6, and Q(a) to r(a) + 3; with τ = 0.5 V is the mean, 1.5 / (1 - γ) = 3, and
+    Q(a) r(a) + 1.5.
+    """
+    actions = np.array([[-0.9, 0], [-0.3, 0], [0.3, 0], [0.9, 0]], np.float32)
+    for expectile, best, extra in ((0.99, 6.0, 3.0), (0.5, 3.0, 1.5)):
+        agent = make_agent(
+            False, expectile=expectile, gamma=0.5, tau=0.05, critic_lr=3e-3, value_lr=3e-3, hidden=(64, 64)
+        )
+        buffer = ReplayBuffer(4, 3, 2)
+        buffer.add(np.ones((4, 3)), actions, [0, 1, 2, 3], np.ones((4, 3)), np.zeros(4))
+        for _ in range(2_500):
+            agent.update(buffer.sample(64, agent.generator))
+        obs = torch.ones(4, 3)
+        assert agent.value(obs[:1]).item() == pytest.approx(best, abs=0.25)
+        expected = torch.tensor([0.0, 1.0, 2.0, 3.0]) + extra
+        torch.testing.assert_close(agent.critic(obs, torch.tensor(actions)), expected.expand(2, -1), rtol=0, atol=0.25)
+        # The policy prefers the best action of the data to their mean, and the more so the larger β is.
+        assert agent.act(np.ones((1, 3), np.float32), deterministic=True)[0, 0] > 0.5
+
+
+def test_truncation_does_not_mask_and_termination_does() -> None:
+    agent, batch = make_agent(), make_batch(40)
+    following = torch.full((40,), 1e6, dtype=torch.float64)
+    for terminations in (torch.zeros(40), torch.ones(40)):
+        loss, _ = agent.critic_loss(batch._replace(terminations=terminations.double()), following)
+        assert (loss.item() > 1e10) is bool(terminations[0] == 0)
+
+
+def test_sigma_is_clipped_and_drawn_actions_too() -> None:
+    agent = make_agent(False)
+    obs = np.zeros((2_000, 3), np.float32)
+    with torch.no_grad():
+        agent.actor.log_std.copy_(torch.tensor([-50.0, 50.0]))
+    drawn = agent.act(obs)
+    mean = agent.act(obs, deterministic=True)
+    assert np.std(drawn[:, 0] - mean[:, 0]) == pytest.approx(math.exp(-5), rel=0.1)
+    assert np.abs(drawn).max() == 1.0
+    assert np.abs(mean).max() < 1.0
+    assert agent.actor.log_prob(torch.zeros(1, 2), torch.zeros(1, 2)).isfinite().all()
+
+
+def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
+    agent, obs = make_agent(dropout=0.1, hidden=(400, 400)), torch.randn(1, 3, dtype=torch.float64)
+    many = agent.actor.dropped_out(obs.expand(4_000, -1), agent.generator)
+    assert many.std(0).min() > 1e-3
+    torch.testing.assert_close(many.mean(0), agent.actor(obs)[0], rtol=0.2, atol=0.02)
+    mean = agent.act(obs.numpy(), deterministic=True)
+    assert np.array_equal(mean, agent.actor(obs).detach().numpy())  # none in acting
+
+
+def test_the_actors_learning_rate_falls_as_a_cosine_where_nothing_follows() -> None:
+    agent = make_agent(offline_steps=1_000, actor_lr=2e-4)
+    rates = {}
+    for step in (-999, -500, 0):
+        agent.decay(step)
+        rates[step] = agent.actor_optimizer.param_groups[0]["lr"]
+    assert rates[-999] == pytest.approx(2e-4)
+    assert rates[-500] == pytest.approx(1e-4, rel=1e-2)
+    assert rates[0] == pytest.approx(0.0, abs=1e-8)
+    online = make_agent(offline_steps=1_000, online_steps=10, actor_lr=2e-4)
+    online.actor_optimizer.param_groups[0]["lr"] = 2e-4
+    online.decay(-1)
+    assert online.actor_optimizer.param_groups[0]["lr"] == 2e-4
+
+
+def test_a_restored_agent_goes_on_bit_for_bit() -> None:
+    """Trap 3 and 4: optimisers stay bound to what they move, and targets are not rebuilt from the critics."""
+    agent, other = make_agent(False), make_agent(False, seed=2)
+    buffer = ReplayBuffer(100, 3, 2)
+    rng = np.random.default_rng(0)
+    parts = rng.normal(size=(100, 3)), rng.uniform(-1, 1, (100, 2)), rng.normal(size=100), rng.normal(size=(100, 3))
+    buffer.add(*parts, np.zeros(100))
+    for _ in range(3):
+        agent.update(buffer.sample(16, agent.generator))
+    restore(other, copy.deepcopy(state_of(agent)))  # as from a file: nothing shared
+    for each in (agent, other):
+        for _ in range(3):
+            each.update(buffer.sample(16, each.generator))
+    assert same(state_of(agent), state_of(other))

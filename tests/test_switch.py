@@ -1,0 +1,194 @@
+"""The switch: what is sampled before it and behind it, when the policy is frozen, and when evaluations are due."""
+
+import csv
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PENDULUM, final_state, module, replay_bytes, same
+from d4rl_file import make
+
+from algos.iql import PRESETS, Args
+from common.errors import InputError
+from common.run import Run
+from offline.dataset import load
+from offline.switch import Switch, domain, with_presets
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> Any:
+    """A switch over 30 transitions whose obs are 0, 1, 2, …; of `online` transitions, obs are 1000, 1001, …."""
+
+    def build(online: int = 20, num_envs: int = 1, scale: float = 1.0, shift: float = 0.0, **changed: Any) -> Switch:
+        path = make(tmp_path / "data.hdf5", ".............................t", actions=np.zeros((30, 1)))
+        args = Args(dataset=str(path), env="Pendulum-v1", run_dir=tmp_path / "run", online_steps=100, **changed)
+        args.num_envs = num_envs
+        made = Switch(args, Run("iql", args), reward_scale=scale, reward_shift=shift)
+        for i in range(online):
+            made.add(*(np.full((1, n) if n else 1, 1000.0 + i) for n in (2, 1, 0, 2)), np.zeros(1, bool))
+        return made
+
+    return build
+
+
+def sampled(switch: Switch, size: int, step: int, seed: int = 0) -> list[float]:
+    return switch.sample(size, step, torch.Generator().manual_seed(seed)).obs[:, 0].tolist()
+
+
+@pytest.mark.parametrize("retain", ["none", "append", "mix"])
+def test_before_the_switch_the_dataset_alone(switch: Any, retain: str) -> None:
+    for step in (-5, 0):
+        assert set(sampled(switch(retain=retain), 2_000, step)) == set(range(30))
+
+
+def test_none_samples_online_transitions_alone(switch: Any) -> None:
+    assert set(sampled(switch(retain="none"), 2_000, 1)) == {1000.0 + i for i in range(20)}
+
+
+def test_append_is_one_buffer(switch: Any) -> None:
+    """Every one of the 50 transitions is equally likely."""
+    drawn = sampled(switch(retain="append"), 50_000, 1)
+    values, counts = np.unique(drawn, return_counts=True)
+    assert values.tolist() == [*range(30), *(1000.0 + i for i in range(20))]
+    assert np.abs(counts - 1000).max() < 5 * np.sqrt(1000)
+
+
+@pytest.mark.parametrize(("ratio", "size", "offline"), [(0.5, 256, 128), (0.25, 256, 64), (0.7, 10, 7), (0.5, 5, 2)])
+def test_mix_has_a_fixed_share_spread_evenly(switch: Any, ratio: float, size: int, offline: int) -> None:
+    mixed = switch(retain="mix", offline_ratio=ratio)
+    for seed in range(3):
+        of_data = [value < 1000 for value in sampled(mixed, size, 1, seed)]
+        assert sum(of_data) == offline
+        for first in range(size - 3):  # RLPD slices its batches: each slice must have its share
+            assert abs(sum(of_data[first : first + 4]) - 4 * ratio) <= 1.5
+
+
+def test_fields_of_a_mixed_batch_stay_together(switch: Any) -> None:
+    for retain in ("append", "mix"):
+        batch = switch(retain=retain).sample(500, 1, torch.Generator().manual_seed(0))
+        online = batch.obs[:, 0] >= 1000
+        assert torch.equal(batch.next_obs[online], batch.obs[online])  # as `switch` made them
+        assert torch.equal(batch.rewards[online], batch.obs[online, 0])
+        assert torch.equal(batch.rewards[~online], 100 + batch.obs[~online, 0])
+        assert batch.terminations[~online].sum() == (batch.obs[~online, 0] == 29).sum()
+
+
+def test_online_rewards_are_scaled_as_the_datasets(switch: Any) -> None:
+    made = switch(online=1, scale=10.0, shift=-5.0)
+    assert made.online.rows[0, 3].item() == 1000 * 10 - 5
+    assert made.dataset.column("rewards")[0] == 100 * 10 - 5
+
+
+@pytest.mark.parametrize(
+    ("retain", "num_envs", "expected"),
+    [
+        ("none", 1, {-1: 1, 0: 1, 1: 0, 7: 0, 8: 3}),
+        ("none", 2, {0: 1, 2: 0, 6: 0, 8: 6}),
+        ("append", 1, {0: 1, 1: 3, 7: 3}),
+        ("mix", 2, {0: 1, 2: 6}),
+    ],
+)
+def test_updates(switch: Any, retain: str, num_envs: int, expected: dict[int, int]) -> None:
+    made = switch(retain=retain, num_envs=num_envs, warmup_steps=7, utd=3)
+    assert {step: made.updates(step) for step in expected} == expected
+
+
+def test_evaluations_are_due_on_both_sides_of_the_switch(switch: Any) -> None:
+    made = switch()
+    run: Any = SimpleNamespace(due=lambda _: False)
+    due = [step for step in range(-3, 5) if made.evaluates(SimpleNamespace(**vars(run), step=step))]
+    assert due == [0, 1]
+
+
+class TestPresets:
+    @pytest.mark.parametrize(
+        ("env", "dataset", "expected"),
+        [
+            ("Hopper-v4", "data/hopper-medium", "locomotion"),
+            ("offline.environments:d4rl/antmaze-umaze-v2", "antmaze-umaze-v2", "antmaze"),
+            ("AntMaze_UMaze-v4", "mine", "antmaze"),
+            ("offline.environments:d4rl/pen-v1", "pen-human-v1", "adroit"),
+            ("AdroitHandDoor-v1", "D4RL/door/human-v2", "adroit"),
+            ("FrankaKitchen-v1", "D4RL/kitchen/mixed-v2", "kitchen"),
+            ("PointMaze_UMaze-v3", "D4RL/pointmaze/umaze-v2", "maze2d"),
+            ("Pendulum-v1", "pendulum-random", "locomotion"),  # not pen-
+        ],
+    )
+    def test_domains(self, env: str, dataset: str, expected: str) -> None:
+        assert domain(env, dataset) == expected
+
+    def test_they_fill_in_what_no_flag_says(self) -> None:
+        args = with_presets(Args(dataset=str(PENDULUM), env="AntMaze_UMaze-v4", temperature=3.5), PRESETS)
+        assert (args.expectile, args.temperature, args.reward_shift) == (0.9, 3.5, -1.0)
+        args = with_presets(Args(dataset=str(PENDULUM)), PRESETS)
+        assert (args.env, args.expectile, args.temperature, args.normalize_returns) == ("Pendulum-v1", 0.7, 3.0, True)
+        assert None not in [getattr(args, name) for name in PRESETS["locomotion"]]
+
+
+class TestRuns:
+    """Whole runs of IQL on Pendulum's data."""
+
+    def test_steps_evaluations_and_transitions(self, small: Any) -> None:
+        args = small("iql", offline_steps=60, online_steps=50, eval_every=1_000, num_envs=2, retain="append")
+        module("iql").train(args)
+        rows = list(csv.DictReader((args.run_dir / "evaluations.csv").open()))
+        assert sorted({int(row["step"]) for row in rows}) == [-60, 0, 2, 50]
+        state = final_state(args.run_dir)
+        assert (state["logger"]["step"], state["buffer"]["added"]) == (50, 50)
+
+    def test_the_policy_is_frozen_while_none_warms_up(self, small: Any, tmp_path: Path) -> None:
+        agents = {}
+        for steps in (0, 30, 31):
+            args = small("iql", offline_steps=60, online_steps=steps, retain="none", warmup_steps=30,
+                         run_dir=tmp_path / str(steps))  # fmt: skip
+            module("iql").train(args)
+            agents[steps] = final_state(args.run_dir)["agent"]
+        networks = ("actor", "critic", "critic_target", "value")
+        assert all(same(agents[30][name], agents[31][name]) is False for name in networks)
+        # Without online steps the actor's learning rate decays: the others are as they were at the switch.
+        assert all(same(agents[0][name], agents[30][name]) for name in networks[1:])
+
+    def test_a_run_begins_with_another_runs_agent(self, small: Any, tmp_path: Path) -> None:
+        first = small("iql", offline_steps=60, online_steps=0, run_dir=tmp_path / "first")
+        module("iql").train(first)
+        args = small("iql", offline_steps=0, online_steps=10, retain="none", warmup_steps=100, init_from=first.run_dir)
+        module("iql").train(args)
+        states = [final_state(folder)["agent"] for folder in (first.run_dir, args.run_dir)]
+        assert all(same(states[0][name], states[1][name]) for name in ("actor", "critic", "value"))
+        bad = dataclasses.replace(args, init_from=tmp_path / "nowhere", run_dir=tmp_path / "bad")
+        with pytest.raises(InputError, match=r"nowhere is not a run folder"):
+            module("iql").train(bad)
+
+    def test_another_dataset_at_resume_is_refused(self, small: Any, tmp_path: Path) -> None:
+        path = tmp_path / "data.hdf5"
+        path.write_bytes(PENDULUM.read_bytes())
+        arguments = {"dataset": str(path), "env": "Pendulum-v1", "offline_steps": 60, "online_steps": 10}
+        module("iql").train(small("iql", **arguments))
+        folder = small("iql").run_dir
+        (folder / "DONE").unlink()
+        make(path, "." * 300 + "o" + "." * 199 + "t", observations=np.zeros((501, 3)), actions=np.zeros((501, 1)))
+        with pytest.raises(InputError, match=r"is not the dataset any more that .* began with"):
+            module("iql").train(small("iql", **arguments))
+
+    def test_scores_are_logged_where_a_reference_exists(self, small: Any, tmp_path: Path) -> None:
+        import h5py
+
+        path = tmp_path / "data.hdf5"
+        path.write_bytes(PENDULUM.read_bytes())
+        with h5py.File(path, "a") as file:
+            file.attrs["ref_min_score"], file.attrs["ref_max_score"] = -2000.0, 0.0
+        args = small("iql", dataset=str(path), offline_steps=20, online_steps=0)
+        module("iql").train(args)
+        rows = list(csv.DictReader((args.run_dir / "evaluations.csv").open()))
+        for row in rows:
+            assert float(row["normalized_score"]) == pytest.approx(100 * (float(row["return"]) + 2000) / 2000)
+
+    def test_what_a_checkpoint_holds_does_not_grow_with_the_dataset(self, small: Any) -> None:
+        args = small("iql", offline_steps=40, online_steps=40, retain="append")
+        module("iql").train(args)
+        row = 4 * sum(load(str(PENDULUM)).buffer.widths)
+        assert len(replay_bytes(args.run_dir)) == 40 * row
