@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, mlp, orthogonal
+from common.networks import HALF_LOG_2PI, Adam, Polyak, mlp, orthogonal
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -125,7 +125,7 @@ class Actor(nn.Module):
         """[batch]: log N(a; μ, σ²) of the actions given."""
         log_std = self.clipped_log_std
         noise = (actions - mean) * torch.exp(-log_std)
-        return (-0.5 * noise.square() - log_std - 0.5 * math.log(2.0 * math.pi)).sum(-1)
+        return (-0.5 * noise.square() - log_std - HALF_LOG_2PI).sum(-1)
 
 
 class Critic(nn.Module):

@@ -8,6 +8,7 @@ Before it a step is an update on the dataset; behind it a step of the environmen
 """
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,15 +86,18 @@ T = TypeVar("T", bound=OfflineArgs)
 
 
 def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
-    """The arguments with the dataset's environment, and with what was left at None as the paper has it in the domain.
+    """The arguments with the dataset's environment, and with what was left at None as the paper has it in the domain,
+    which it says.
 
     `presets`: by domain, locomotion, antmaze, maze2d, adroit or kitchen; locomotion's where one has none of its own.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
-    preset = presets.get(domain(args.env or recording.env or "", args.task), presets["locomotion"])
-    chosen |= {name: value for name, value in preset.items() if getattr(args, name) is None}
-    return dataclasses.replace(args, **chosen)
+    of = domain(args.env or recording.env or "", args.task)
+    preset = {k: v for k, v in presets.get(of, presets["locomotion"]).items() if getattr(args, k) is None}
+    if preset:
+        sys.stderr.write(f"preset for {of}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
+    return dataclasses.replace(args, **chosen, **preset)
 
 
 def domain(env: str, dataset: str) -> str:

@@ -49,9 +49,7 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
         process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         for _said in process.stderr:  # the first thing it says, before it reads the checkpoint back
             break
-        wait_for_checkpoints(
-            path, chance.randint(0, 2), process
-        )  # seconds would differ by machine
+        wait_for_checkpoints(path, chance.randint(0, 2), process)  # seconds would differ by machine
         time.sleep(chance.uniform(0.0, 0.3))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it had ended before it was killed: make the run longer"

@@ -121,9 +121,12 @@ class TestPresets:
     def test_domains(self, env: str, dataset: str, expected: str) -> None:
         assert domain(env, dataset) == expected
 
-    def test_they_fill_in_what_no_flag_says(self) -> None:
+    def test_they_fill_in_what_no_flag_says_and_say_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         args = with_presets(Args(dataset=str(PENDULUM), env="AntMaze_UMaze-v4", temperature=3.5), PRESETS)
         assert (args.expectile, args.temperature, args.reward_shift) == (0.9, 3.5, -1.0)
+        said = capsys.readouterr().err
+        assert said.startswith("preset for antmaze: expectile 0.9, ")
+        assert "temperature" not in said
         args = with_presets(Args(dataset=str(PENDULUM)), PRESETS)
         assert (args.env, args.expectile, args.temperature, args.normalize_returns) == ("Pendulum-v1", 0.7, 3.0, True)
         assert None not in [getattr(args, name) for name in PRESETS["locomotion"]]
