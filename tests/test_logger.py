@@ -28,7 +28,7 @@ def steps(logger: Logger, count: int) -> None:
 
 def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
     """Trap 6."""
-    logger = Logger(tmp_path, 100, 1, None)
+    logger = Logger(tmp_path, (0, 100), 1, None)
     steps(logger, 10)
     logger.log({"losses/critic": torch.tensor([[1.0, 2.0]])})
     steps(logger, 10)
@@ -41,14 +41,14 @@ def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
 
 
 def test_tensorboard_has_what_the_csv_has_also_after_a_resume(tmp_path: Path):
-    logger = Logger(tmp_path, 100, 1, None)
+    logger = Logger(tmp_path, (0, 100), 1, None)
     steps(logger, 10)
     logger.log({"losses/a": 1.0})
     state = logger.state()
     steps(logger, 10)
     logger.log({"losses/a": 99.0})  # after the checkpoint: lost in a kill
     logger.close()
-    logger = Logger(tmp_path, 100, 1, state)
+    logger = Logger(tmp_path, (0, 100), 1, state)
     assert logger.step == 10
     steps(logger, 5)
     logger.log({"losses/a": 3.0})
@@ -61,11 +61,11 @@ def test_tensorboard_has_what_the_csv_has_also_after_a_resume(tmp_path: Path):
 
 
 def test_training_episodes_are_counted_for_each_environment(tmp_path: Path):
-    logger = Logger(tmp_path, 100, 2, None)
+    logger = Logger(tmp_path, (0, 100), 2, None)
     logger.count(np.array([1.0, 10.0]), np.array([False, True]))
     logger.count(np.array([2.0, 20.0]), np.array([True, False]))
     state = logger.state()
-    for log in (logger, Logger(tmp_path, 100, 2, state)):  # episodes under way outlive a resume
+    for log in (logger, Logger(tmp_path, (0, 100), 2, state)):  # episodes under way outlive a resume
         log.count(np.array([4.0, 40.0]), np.array([False, True]))
         log.log({})
         kept = {row["name"]: float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
@@ -76,7 +76,7 @@ def test_training_episodes_are_counted_for_each_environment(tmp_path: Path):
 
 
 def test_evaluations_have_a_row_an_episode(tmp_path: Path):
-    logger = Logger(tmp_path, 100, 1, None)
+    logger = Logger(tmp_path, (0, 100), 1, None)
     steps(logger, 5)
     logger.log_evaluation([Episode(1.25, 10, None), Episode(0.1 + 0.2, 20, True)])
     logger.close()
@@ -89,13 +89,13 @@ def test_evaluations_have_a_row_an_episode(tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_loss_ends_the_run(tmp_path: Path, bad: float):
-    logger = Logger(tmp_path, 100, 1, None)
+    logger = Logger(tmp_path, (0, 100), 1, None)
     with pytest.raises(RunError, match=r"losses/critic is .* at step 0"):
         logger.log({"losses/critic": torch.tensor(bad)})
 
 
 def test_times_are_medians_of_the_interval(tmp_path: Path):
-    logger = Logger(tmp_path, 100, 1, None)
+    logger = Logger(tmp_path, (0, 100), 1, None)
     for _ in range(3):
         with logger.timed("update"):
             pass
@@ -109,7 +109,7 @@ def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: P
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="pip install wandb"):
         start_wandb("sac", tmp_path, {})
-    Logger(tmp_path, 100, 1, None).log({"a": 1.0})  # never imports it
+    Logger(tmp_path, (0, 100), 1, None).log({"a": 1.0})  # never imports it
 
     calls: list[Any] = []
     run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
@@ -119,7 +119,7 @@ def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: P
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    logger = Logger(tmp_path, 100, 1, None, start_wandb("sac", tmp_path, {"seed": 1}))
+    logger = Logger(tmp_path, (0, 100), 1, None, start_wandb("sac", tmp_path, {"seed": 1}))
     start_wandb("sac", tmp_path, {"seed": 1})
     assert calls[0] == calls[1]  # the same id after a resume
     steps(logger, 3)
@@ -129,8 +129,22 @@ def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: P
 
 
 def test_an_episode_given_up_is_counted_anew(tmp_path: Path):
-    logger = Logger(tmp_path, 100, 2, None)
+    logger = Logger(tmp_path, (0, 100), 2, None)
     logger.count(np.array([5.0, 5.0]), np.array([False, False]))
     logger.count_anew([True, False])
     logger.count(np.array([1.0, 1.0]), np.array([True, True]))
     assert logger.state()["finished"] == [[1.0, 1], [6.0, 2]]
+
+
+def test_steps_on_a_dataset_are_below_zero_and_returns_get_scores(tmp_path: Path):
+    logger = Logger(tmp_path, (-2, 5), 1, None)
+    logger.score = lambda returns: 100 * returns / 8
+    logger.count_update()
+    logger.log_evaluation([Episode(2.0, 7, None), Episode(4.0, 7, None)])
+    logger.count_update()
+    logger.count(np.ones(1), np.zeros(1, bool))
+    assert logger.step == 1
+    logger.close()
+    rows = [line.split(",") for line in (tmp_path / "evaluations.csv").read_text().splitlines()[1:]]
+    assert [(row[0], float(row[2]), float(row[5])) for row in rows] == [("-1", 2.0, 25.0), ("-1", 4.0, 50.0)]
+    assert "-1,eval/normalized_score,37.5" in (tmp_path / "metrics.csv").read_text()

@@ -12,13 +12,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED, every_algorithm, final_state, module
+from conftest import OFFLINE, SHARED, every_algorithm, final_state, module
 
 from common import checkpoint
 from common.errors import InputError
 from common.evaluate import evaluate
 from envs.make import make
 from offline.policies import load_policy
+from offline.switch import with_presets
 
 PENDULUM = gym.make("Pendulum-v1")  # 3 observations, 1 action in [-2, 2]
 OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
@@ -27,12 +28,14 @@ OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 @every_algorithm
 def test_of_a_run(algo: str, small):
     module(algo).train(args := small(algo, total_steps=100))
+    args = with_presets(args, module(algo).PRESETS) if algo in OFFLINE else args
     agent = getattr(module(algo), algo.upper())(args, 3, 1, torch.device("cpu"))
     checkpoint.restore(agent, final_state(args.run_dir)["agent"])
     policy = load_policy(str(args.run_dir), PENDULUM, 0, deterministic=True)
     assert policy(OBS).tobytes() == agent.act(OBS, deterministic=True).tobytes()
     facts = policy.facts
-    assert (facts["kind"], facts["name"], facts["algorithm"], facts["step"]) == ("run", "run", algo, 100)
+    step = final_state(args.run_dir)["logger"]["step"]
+    assert (facts["kind"], facts["name"], facts["algorithm"], facts["step"]) == ("run", "run", algo, step)
     assert all(len(digest) == 64 for digest in facts["sha256"].values())
 
     first, again, other = (
