@@ -55,7 +55,7 @@ SUITE = {
     ),
     "walker2d": Robot(
         "Walker2d-v4",
-        "--hidden 128 128 --actor-lr 3e-4 --critic-lr 3e-4 --alpha-lr 3e-4",
+        "--hidden 128 128 --actor-lr 4e-4 --critic-lr 4e-4 --alpha-lr 4e-4",
         "Walker2d-v3",
         "329d4c4e0983a53e67c27cd3f69a2d3a8bb3e93aeb2de639ba68f9b6af5eb7e1",
     ),
