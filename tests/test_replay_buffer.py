@@ -55,7 +55,7 @@ def test_a_batch_keeps_its_rows_together():
     numbered(buffer, range(25))
     batch = buffer.sample(64, torch.Generator().manual_seed(0))
     n = batch.rewards
-    assert [tuple(part.shape) for part in batch] == [(64, 2), (64, 1), (64,), (64, 2), (64,)]
+    assert [tuple(part.shape) for part in batch[:5]] == [(64, 2), (64, 1), (64,), (64, 2), (64,)]
     torch.testing.assert_close(batch.obs, n[:, None] + torch.tensor([0.1, 0.2]))
     torch.testing.assert_close(batch.actions, n[:, None] + 0.5)
     torch.testing.assert_close(batch.next_obs, n[:, None] + torch.tensor([100.1, 100.2]))

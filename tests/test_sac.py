@@ -47,7 +47,7 @@ def noise_of(agent: SAC, size: int) -> Array:
 @pytest.mark.parametrize("critics", [1, 2, 5])
 def test_critic_loss_equals_an_independent_formula(critics: int):
     agent, batch = make_agent(critics=critics), make_batch()
-    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch)
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
     next_actions, next_log_prob = sampled(agent, next_obs, noise_of(agent, 5))
     smallest = np.min(values(agent.critic_target, next_obs, next_actions, critics), axis=0)
     target = rewards + 0.99 * (1 - terminations) * (smallest - math.exp(-0.7) * next_log_prob)
