@@ -8,7 +8,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -nE 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 17
 
 setup: $(VENV)/installed ## make .venv with the pinned requirements; does nothing when nothing changed
 
