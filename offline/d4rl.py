@@ -76,7 +76,7 @@ def read(source: str, compat: bool = False, horizon: int | None = None) -> Recor
     """The recording of a D4RL id (downloaded at first use) or of the HDF5 file at a path.
 
     An episode ends where `terminals` or `timeouts` is set, at the file's end and, in a file without `timeouts`, after
-    `horizon` steps (the id's or the environment's time limit unless given). No transition joins two episodes. The step
+    `horizon` steps (the id's time limit unless given). No transition joins two episodes. The step
     at a time-out is a transition only where the file holds its `next_observations`; else its reward still counts in
     the episode's return. A terminal step always is one; where its successor is unknown it is its own, which the
     termination masks.
@@ -189,7 +189,7 @@ class _Layout:
                 f"{self.path}: {key} holds {data.dtype}, shape {data.shape}: an array of numbers is needed"
             )
         stored, promised = data.id.get_storage_size(), data.size * data.dtype.itemsize
-        if promised > 2000 * stored:  # no filter of HDF5 packs denser: it would fill memory or disk with nothing
+        if promised > max(2**26, 2000 * stored):  # gzip packs no denser: it would fill memory or disk with nothing
             raise InputError(f"{self.path}: {key} promises {promised:,} bytes but stores {stored:,}: it is not read")
         return data
 

@@ -267,6 +267,13 @@ class TestBadFiles:
             load(str(path))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
+    def test_flags_that_were_never_written_are_false(self, tmp_path: Path) -> None:
+        path = make(tmp_path / "a.hdf5", "....", terminals=None, timeouts=None)
+        with h5py.File(path, "a") as file:
+            for name in ("terminals", "timeouts"):
+                file.create_dataset(name, (4,), bool)
+        assert len(d4rl.read(str(path))) == 3
+
     def test_an_environment_whose_making_would_import_a_module_is_not_taken(self, tmp_path: Path) -> None:
         path = make(tmp_path / "a.hdf5", "..t")
         for name, taken in (("this:Env-v0", None), ("Hopper-v4", "Hopper-v4"), (3, None)):
