@@ -115,12 +115,8 @@ def trajectories(source: str, compat: bool = False, horizon: int | None = None) 
     layout = _Layout(path)
     try:
         terminals = layout.column("terminals") != 0
-        if "timeouts" in layout.file:
-            finals = layout.column("timeouts") != 0
-        else:
-            limit = horizon or _horizon(layout, entry)
-            # D4RL's own count starts at 1 in every episode but the first, so that only that one is whole.
-            finals = _count_to(limit, terminals, after_limit=1) if compat else _time_limits(terminals, limit)
+        # D4RL's own count starts at 1 in every episode but the first, so that only that one is whole.
+        finals = _finals(layout, terminals, entry, horizon, after_limit=1 if compat else None)
         last_rows = np.flatnonzero(terminals | finals) if compat else _last_rows(terminals, finals)
         first = 0
         for last in (last_rows + 1).tolist():
@@ -215,11 +211,7 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     env = ENVIRONMENTS.get(source) if entry else trusted_environment(facts.get("env"))
     rewards = layout.column("rewards").astype(np.float64)
     terminals = layout.column("terminals") != 0
-    if "timeouts" in layout.file:
-        finals = layout.column("timeouts") != 0
-    else:
-        limit = horizon or _horizon(layout, entry)
-        finals = _count_to(limit, terminals, after_limit=0) if compat else _time_limits(terminals, limit)
+    finals = _finals(layout, terminals, entry, horizon, after_limit=0 if compat else None)
     next_known = "next_observations" in layout.file and not compat
     last_rows = _last_rows(terminals, finals)
     keep = np.full(layout.rows, True) if next_known else _kept(terminals, finals, last_rows, compat)
@@ -293,6 +285,17 @@ def _last_rows(terminals: NDArray[np.bool_], finals: NDArray[np.bool_]) -> NDArr
     ends = terminals | finals
     ends[-1] = True
     return np.flatnonzero(ends)
+
+
+def _finals(
+    layout: _Layout, terminals: NDArray[np.bool_], entry: Entry | None, horizon: int | None, after_limit: int | None
+) -> NDArray[np.bool_]:
+    """Which rows a time limit ends: as the file says, else by count (D4RL's own, where `after_limit` is given)."""
+    if "timeouts" in layout.file:
+        finals: NDArray[np.bool_] = layout.column("timeouts") != 0
+        return finals
+    limit = horizon or _horizon(layout, entry)
+    return _time_limits(terminals, limit) if after_limit is None else _count_to(limit, terminals, after_limit)
 
 
 def _time_limits(terminals: NDArray[np.bool_], horizon: int) -> NDArray[np.bool_]:
