@@ -97,7 +97,7 @@ def make_vector(
 
     `vectorizer`: one after another (sync), each in a process of its own (async; the same results, bit for bit), or in
     the threads of EnvPool (envpool; other episodes, of the same distribution). docs/environments.md tells when to use
-    which. `kwargs` go to each environment's constructor (not EnvPool's). End with `envs.close()`.
+    which. `kwargs` go to each environment's constructor (EnvPool takes none). End with `envs.close()`.
 
     The seeds are set here: begin with a bare `envs.reset()`. An episode that ended stays where it ended, so `next_obs`
     is always the true successor, until the caller resets it and the others that ended:
@@ -109,6 +109,8 @@ def make_vector(
     """
     if num_envs < 1:
         raise InputError(f"{num_envs} environments are asked for: there must be at least one.")
+    if kwargs and vectorizer == "envpool":
+        raise InputError(f"EnvPool's {env_id} does not take {', '.join(kwargs)}: give --vectorizer sync")
     each = seeds(seed, purpose, num_envs)
     env_fns = [partial(make, env_id, **kwargs)] * num_envs
     envs: VectorEnv[Array, Array, Array]

@@ -125,7 +125,7 @@ def collect(args: Args) -> None:
 
 def _environment(args: Args, run: RunFolder | None) -> str:
     folders = [run] if run else [read_run(Path(source)) for source in args.policy if Path(source).is_dir()]
-    trained_on = str(folders[0].arguments["env"]) if folders else None
+    trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
     if run and args.env not in (None, trained_on):
         raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
     env_id = args.env or trained_on

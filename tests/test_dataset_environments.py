@@ -187,8 +187,8 @@ def d4rl_ant_maze(maze: str) -> mujoco.MjModel:
     """Gymnasium's ant, changed in its text to D4RL's figures, among D4RL's walls."""
     source = Path(gym.__file__).parent / "envs" / "mujoco" / "assets" / "ant.xml"
     tree = ET.parse(source).getroot()
-    tree.find("option").set("timestep", "0.02")  # type: ignore[union-attr]
-    tree.find("default/geom").set("solimp", ".8 .8 .01")  # type: ignore[union-attr]
+    tree.find("option").set("timestep", "0.02")
+    tree.find("default/geom").set("solimp", ".8 .8 .01")
     for motor in tree.findall("actuator/motor"):
         motor.set("gear", "1")
         motor.set("ctrlrange", "-30 30")

@@ -39,7 +39,7 @@ class Server:
                 pass
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that went away
+        self.http.handle_error = lambda *_: None  # a client that went away
         self.url = f"http://127.0.0.1:{self.http.server_port}/file.hdf5"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 

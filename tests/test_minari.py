@@ -93,7 +93,7 @@ def test_the_environment_is_recovered_with_its_arguments() -> None:
     assert (dataset.env, dataset.env_kwargs) == ("Hopper-v5", kwargs | {"max_episode_steps": 77})
     again = make(dataset.env, **dataset.env_kwargs)
     assert again.spec is not None
-    assert (again.spec.max_episode_steps, again.unwrapped._healthy_reward) == (77, 5.0)  # type: ignore[attr-defined]
+    assert (again.spec.max_episode_steps, again.unwrapped._healthy_reward) == (77, 5.0)
     for_evaluation = create([steps], "mine/two-v0", env=environment.spec, eval_env="Hopper-v4", **spaces)
     assert load(for_evaluation).env == "Hopper-v4"
 

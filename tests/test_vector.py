@@ -15,7 +15,7 @@ from conftest import ROOT, replay_bytes
 from gymnasium.spaces import Box
 
 from algos import sac
-from common.errors import RunError
+from common.errors import InputError, RunError
 from envs.make import make, make_vector, seeds
 from envs.state import get_states
 
@@ -129,3 +129,11 @@ def test_no_process_outlives_the_run(end: str) -> None:
             return
         time.sleep(0.05)
     pytest.fail(f"still there: {pids}")
+
+
+def test_arguments_reach_every_environment_or_are_refused():
+    envs = make_vector("Hopper-v4", 2, 1, healthy_reward=5.0)
+    assert [env.unwrapped._healthy_reward for env in envs.envs] == [5.0, 5.0]
+    envs.close()
+    with pytest.raises(InputError, match="healthy_reward: give --vectorizer sync"):
+        make_vector("Hopper-v4", 2, 1, vectorizer="envpool", healthy_reward=5.0)
