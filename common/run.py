@@ -22,6 +22,7 @@ import torch
 from common import checkpoint
 from common.errors import InputError, RunError
 from common.logger import Logger, start_wandb
+from common.onednn import keep_freed_memory
 from common.replay_buffer import ReplayBuffer
 
 MAY_DIFFER = ("run_dir", "track")  # arguments that change where a run is written, not what it computes
@@ -108,6 +109,7 @@ class Run:
         # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower:
         # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
         torch.set_flush_denormal(True)
+        keep_freed_memory()
         self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
         self.folder = args.run_dir or Path("runs") / self.name
         self.device = _device(args.device)
