@@ -256,7 +256,7 @@ def train(args: Args) -> None:
                 actions = agent.act(obs)
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-            switch.add(obs, actions, rewards, next_obs, terminations)
+            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
             dones = terminations | truncations
             run.logger.count(rewards, dones)
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs

@@ -8,6 +8,7 @@ Before it a step is an update on the dataset; behind it a step of the environmen
 """
 
 import dataclasses
+import itertools
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from common import checkpoint
 from common.errors import InputError
-from common.replay_buffer import Batch, ReplayBuffer
+from common.replay_buffer import Batch, ReplayBuffer, pack
 from common.run import Run, RunArgs
 from offline.dataset import load, read
 from offline.scores import normalized
@@ -89,23 +90,26 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     """The arguments with the dataset's environment, and with what was left at None as the paper has it in the domain,
     which it says.
 
-    `presets`: by domain, locomotion, antmaze, maze2d, adroit or kitchen; locomotion's where one has none of its own.
+    `presets`: by domain, locomotion, antmaze, maze2d, adroit, adroit-binary or kitchen; those of adroit for the binary
+    tasks and of locomotion for others where one has none of its own.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
     of = domain(args.env or recording.env or "", args.task)
-    preset = {k: v for k, v in presets.get(of, presets["locomotion"]).items() if getattr(args, k) is None}
+    found = presets.get(of) or presets.get(of.removesuffix("-binary")) or presets["locomotion"]
+    preset = {k: v for k, v in found.items() if getattr(args, k) is None and v is not None}
     if preset:
         sys.stderr.write(f"preset for {of}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
     return dataclasses.replace(args, **chosen, **preset)
 
 
 def domain(env: str, dataset: str) -> str:
-    """locomotion, antmaze, maze2d, adroit or kitchen, by the names of the environment and the dataset."""
+    """What `with_presets` tells apart, by the names of the environment and the dataset."""
     name = f"{env} {dataset}".lower()
     words = {"antmaze": ("antmaze",), "kitchen": ("kitchen",), "maze2d": ("maze2d", "pointmaze")}
     words["adroit"] = ("adroit", "pen-", "door-", "hammer-", "relocate-")
-    return next((found for found, marks in words.items() if any(mark in name for mark in marks)), "locomotion")
+    found = next((found for found, marks in words.items() if any(mark in name for mark in marks)), "locomotion")
+    return "adroit-binary" if found == "adroit" and ("binary" in name or "sparse" in name) else found
 
 
 class Switch:
@@ -118,8 +122,13 @@ class Switch:
         reward_scale: float = 1.0,
         reward_shift: float = 0.0,
         normalize_returns: bool = False,
+        discount: float | None = None,
+        failure: float | None = None,
     ) -> None:
         """The rewards' arguments are those of `offline.dataset.load`; online rewards get the same.
+
+        `discount`: batches get returns-to-go with it (Cal-QL); an online episode is sampled once it is finished then.
+        `failure`: as in `Dataset.return_to_go`, but of the raw reward.
 
         Raises InputError as `load` does, and where nobody knows the dataset's environment.
         """
@@ -134,7 +143,15 @@ class Switch:
         self.env_kwargs = {} if args.env else self.dataset.env_kwargs
         data = self.dataset.buffer
         capacity = max(1, min(args.buffer_size, args.online_steps))
-        self.online = ReplayBuffer(capacity, data.obs_dim, data.action_dim, run.device)
+        with_returns = discount is not None
+        self.online = ReplayBuffer(capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=with_returns)
+        scale, shift = self.dataset.reward_scale, self.dataset.reward_shift
+        self.discount, self.failure = discount, None if failure is None else failure * scale + shift
+        self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
+        self._returns_to_go: Tensor | None = None
+        if discount is not None:
+            to_go = self.dataset.return_to_go(discount, self.failure)
+            self._returns_to_go = torch.from_numpy(to_go).to(run.device)
         self._order: Tensor | None = None
         self._fingerprint = self.dataset.fingerprint()
 
@@ -164,11 +181,13 @@ class Switch:
                     "give another --run-dir to start afresh"
                 )
             self.online.load(run.folder / "checkpoint" / "replay", saved["buffer"])
+            self._unfinished = [list(rows) for rows in saved["unfinished"]]
         return saved
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beside the online transitions."""
-        return {"dataset": self._fingerprint}
+        unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
+        return {"dataset": self._fingerprint, "unfinished": unfinished}
 
     def begin(self, agent: object) -> None:
         """Gives the agent of a new run what --init-from says."""
@@ -180,16 +199,47 @@ class Switch:
                 )
             checkpoint.restore(agent, checkpoint.load(path)["agent"])
 
-    def add(self, obs: Array, actions: Array, rewards: Array, next_obs: Array, terminations: NDArray[np.bool_]) -> None:
+    def add(
+        self,
+        obs: Array,
+        actions: Array,
+        rewards: Array,
+        next_obs: Array,
+        terminations: NDArray[np.bool_],
+        truncations: NDArray[np.bool_],
+    ) -> None:
         """Online transitions, one of each environment, with raw rewards."""
-        self.online.add(obs, actions, self.dataset.scale(rewards), next_obs, terminations)
+        transitions = obs, actions, self.dataset.scale(rewards), next_obs, terminations
+        if self.discount is None:
+            self.online.add(*transitions)
+            return
+        for i, row in enumerate(pack(self.online.widths[:5], self.online.added, *transitions)):
+            self._unfinished[i].append(row)
+            if terminations[i] or truncations[i]:
+                parts = np.split(np.stack(self._unfinished[i]), np.cumsum(self.online.widths[:4]), axis=1)
+                parts.append(self.returns_to_go(parts[2][:, 0]))
+                self.online.add(*(part[-self.online.capacity :] for part in parts))
+                self._unfinished[i].clear()
+
+    def returns_to_go(self, rewards: Array) -> Array:
+        """[n], of a whole episode's scaled rewards [n], by the rule of `Dataset.return_to_go`."""
+        assert self.discount is not None
+        if self.failure is not None and np.isclose(rewards, self.failure).all():
+            return np.full_like(rewards, self.failure / (1.0 - self.discount))
+        backwards = itertools.accumulate(rewards[::-1].tolist(), lambda following, r: r + self.discount * following)
+        return np.array([*backwards], np.float32)[::-1]
+
+    def give_up(self, exact: list[bool]) -> None:
+        """Forgets the unfinished episodes of those environments [num_envs] that were not restored exactly."""
+        self._unfinished = [rows if whole else [] for rows, whole in zip(self._unfinished, exact, strict=True)]
 
     def updates(self, step: int) -> int:
         """How many belong to the step that ended at `step`."""
         if step <= 0:
             return 1
         frozen = self.args.retain == "none" and step <= self.args.warmup_steps
-        return 0 if frozen else self.args.utd * self.args.num_envs
+        nothing_yet = self.args.retain != "append" and not len(self.online)
+        return 0 if frozen or nothing_yet else self.args.utd * self.args.num_envs
 
     def evaluates(self, run: Run) -> bool:
         """At every multiple of --eval-every, and on both sides of the switch."""
@@ -198,21 +248,29 @@ class Switch:
     def sample(self, batch_size: int, step: int, generator: torch.Generator) -> Batch:
         """A batch for an update of the step that ended at `step`."""
         if step <= 0:
-            return self.dataset.buffer.sample(batch_size, generator)
+            return self._from_dataset(batch_size, generator)
         if self.args.retain == "none":
             return self.online.sample(batch_size, generator)
         if self.args.retain == "append":
             return self._from_both(batch_size, generator)
         offline = round(self.args.offline_ratio * batch_size)
-        parts = self.dataset.buffer.sample(offline, generator), self.online.sample(batch_size - offline, generator)
+        parts = self._from_dataset(offline, generator), self.online.sample(batch_size - offline, generator)
         order = self._interleaved(offline, batch_size)
         return Batch(*(torch.cat(pair).index_select(0, order) for pair in zip(*map(_fields, parts), strict=True)))
+
+    def _from_dataset(self, batch_size: int, generator: torch.Generator) -> Batch:
+        data = self.dataset.buffer
+        return self._data_at(torch.randint(len(data), (batch_size,), generator=generator, device=data.device))
+
+    def _data_at(self, where: Tensor) -> Batch:
+        batch = self.dataset.buffer.at(where)
+        return batch if self._returns_to_go is None else batch._replace(returns_to_go=self._returns_to_go[where])
 
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Uniform over the rows of both buffers, as if they were one."""
         data, online = self.dataset.buffer, self.online
         where = torch.randint(len(data) + len(online), (batch_size,), generator=generator, device=data.device)
-        parts = data.at(where.clamp(max=len(data) - 1)), online.at((where - len(data)).clamp(min=0))
+        parts = self._data_at(where.clamp(max=len(data) - 1)), online.at((where - len(data)).clamp(min=0))
         from_data = where < len(data)
         chosen = (
             torch.where(from_data.view(-1, *[1] * (a.dim() - 1)), a, b)

@@ -36,8 +36,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "td3": COMMON | OFF_POLICY,
     "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
     "iql": COMMON | {"batch_size": 16, "buffer_size": 10_000},
+    "cql": COMMON
+    | {"batch_size": 16, "buffer_size": 10_000, "critic_hidden": (16, 16), "cql_actions": 2, "calibrated": True},
 }
-OFFLINE = ("iql",)  # these begin with a dataset
+OFFLINE = ("cql", "iql")  # these begin with a dataset
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 
@@ -86,7 +88,11 @@ def flags(algo: str = "sac", **arguments: Any) -> list[str]:
     """The command-line flags for these arguments."""
     said: list[str] = []
     for name, value in arguments_of(algo, arguments).items():
-        said += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            said += [f"--{flag}" if value else f"--no-{flag}"]
+        else:
+            said += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return said
 
 

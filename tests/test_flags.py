@@ -60,7 +60,7 @@ def test_both_branches_of_every_boolean_flag(
 
 def test_sizes_of_files():
     """Each can be read in one sitting."""
-    for folder, limit in (("algos", 300), ("common", 300), ("envs", 300), ("bench", 300), ("offline", 400)):
+    for folder, limit in (("algos", 350), ("common", 300), ("envs", 300), ("bench", 300), ("offline", 400)):
         for path in (ROOT / folder).glob("*.py"):
             assert len(path.read_text().splitlines()) <= limit, path
 
@@ -68,7 +68,7 @@ def test_sizes_of_files():
 def test_imports_run_one_way():
     allowed = {
         "algos": {"common", "envs", "offline"}, "offline": {"common", "envs"}, "envs": {"common"}, "common": set(),
-        "bench": {"common", "offline"},
+        "bench": {"common", "envs", "offline"},
     }  # fmt: skip
     for folder, below in allowed.items():
         for path in (ROOT / folder).glob("*.py"):

@@ -41,6 +41,8 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
                      "epochs": 10, "total_steps": 25_000, "eval_every": 2_500, "checkpoint_every": 500}  # fmt: skip
     elif algo in OFFLINE:  # on Pendulum's data, with kills on both sides of the switch
         arguments |= {"env": "Pendulum-v1", "offline_steps": 1_000, "online_steps": 2_000}
+        if algo == "cql":  # 31 values a transition; its default networks
+            arguments |= {"critic_hidden": (256, 256), "batch_size": 16}
     assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
     line = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), *flags(algo, **arguments, run_dir=tmp_path / "killed")]
     path = tmp_path / "killed" / "checkpoint" / "state.pt"
@@ -71,6 +73,7 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
         ("ppo", "Hopper-v4", 2, "sync"),
         ("iql", "Pendulum-v1", 1, "sync"),
         ("iql", "Pendulum-v1", 2, "sync"),
+        ("cql", "Pendulum-v1", 2, "sync"),
     ],
 )
 def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
@@ -107,6 +110,7 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
         ("td3", signal.SIGTERM, 143, "sync"),
         ("ppo", signal.SIGINT, 130, "sync"),
         ("iql", signal.SIGTERM, 143, "sync"),
+        ("cql", signal.SIGINT, 130, "sync"),
     ],
 )
 def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(

@@ -23,13 +23,23 @@ from offline.switch import Switch, domain, with_presets
 def switch(tmp_path: Path) -> Any:
     """A switch over 30 transitions whose obs are 0, 1, 2, …; of `online` transitions, obs are 1000, 1001, …."""
 
-    def build(online: int = 20, num_envs: int = 1, scale: float = 1.0, shift: float = 0.0, **changed: Any) -> Switch:
+    def build(
+        online: int = 20,
+        num_envs: int = 1,
+        scale: float = 1.0,
+        shift: float = 0.0,
+        discount: float | None = None,
+        failure: float | None = None,
+        **changed: Any,
+    ) -> Switch:
         path = make(tmp_path / "data.hdf5", ".............................t", actions=np.zeros((30, 1)))
         args = Args(dataset=str(path), env="Pendulum-v1", run_dir=tmp_path / "run", online_steps=100, **changed)
         args.num_envs = num_envs
-        made = Switch(args, Run("iql", args), reward_scale=scale, reward_shift=shift)
+        made = Switch(args, Run("iql", args), scale, shift, discount=discount, failure=failure)
         for i in range(online):
-            made.add(*(np.full((1, n) if n else 1, 1000.0 + i) for n in (2, 1, 0, 2)), np.zeros(1, bool))
+            made.add(
+                *(np.full((1, n) if n else 1, 1000.0 + i) for n in (2, 1, 0, 2)), np.zeros(1, bool), np.zeros(1, bool)
+            )
         return made
 
     return build
@@ -104,6 +114,91 @@ def test_evaluations_are_due_on_both_sides_of_the_switch(switch: Any) -> None:
     assert due == [0, 1]
 
 
+class TestReturnsToGo:
+    """Cal-QL's: of the dataset, and of online episodes once they are finished."""
+
+    def episodes(self, made: Switch, num_envs: int, steps: int, seed: int = 0) -> list[list[tuple[float, float]]]:
+        """Adds `steps` steps of every environment; returns the finished episodes as (obs, scaled reward)."""
+        random = np.random.default_rng(seed)
+        running: list[list[tuple[float, float]]] = [[] for _ in range(num_envs)]
+        finished = []
+        for step in range(steps):
+            obs = np.array([[100.0 * i + step, 0.0] for i in range(num_envs)])
+            rewards = random.normal(size=num_envs)
+            terminations, truncations = random.random((2, num_envs)) < 0.1
+            made.add(obs, np.zeros((num_envs, 1)), rewards, obs + 1, terminations, truncations)
+            for i in range(num_envs):
+                running[i].append((obs[i, 0], rewards[i] * made.dataset.reward_scale + made.dataset.reward_shift))
+                if terminations[i] or truncations[i]:
+                    finished.append(running[i])
+                    running[i] = []
+        return finished
+
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_of_online_episodes_are_discounted_sums(self, switch: Any, num_envs: int) -> None:
+        made = switch(online=0, num_envs=num_envs, scale=2.0, shift=-1.0, discount=0.9)
+        expected = {}
+        for episode in self.episodes(made, num_envs, 30):
+            for t, (obs, _) in enumerate(episode):
+                expected[obs] = sum(0.9**k * reward for k, (_, reward) in enumerate(episode[t:]))
+        assert len(made.online) == len(expected) > 10 * num_envs
+        batch = made.online.at(torch.arange(len(expected)))
+        for obs, to_go in zip(batch.obs[:, 0].tolist(), batch.returns_to_go.tolist(), strict=True):
+            assert to_go == pytest.approx(expected[obs], rel=1e-5)
+
+    def test_an_episode_that_only_failed_goes_on_for_ever(self, switch: Any) -> None:
+        made = switch(online=0, scale=10.0, shift=-5.0, discount=0.9, failure=0.0)
+        for reward in (0.0, 1.0):  # two episodes, the second succeeds at its end
+            for last in (False, True):
+                made.add(np.zeros((1, 2)), np.zeros((1, 1)), np.array([reward * last]), np.zeros((1, 2)),
+                         np.zeros(1, bool), np.array([last]))  # fmt: skip
+        found = made.online.at(torch.arange(4)).returns_to_go.tolist()
+        assert found == pytest.approx([-50.0, -50.0, -5.0 + 0.9 * 5.0, 5.0])
+
+    @pytest.mark.parametrize("retain", ["none", "append", "mix"])
+    def test_batches_hold_those_of_their_rows(self, switch: Any, retain: str) -> None:
+        made = switch(online=0, retain=retain, discount=0.9)
+        self.episodes(made, 1, 100)
+        of_data = dict(zip(made.dataset.column("obs")[:, 0], made.dataset.return_to_go(0.9), strict=True))
+        rows = made.online.at(torch.arange(len(made.online)))
+        of_online = dict(zip(rows.next_obs[:, 0].tolist(), rows.returns_to_go.tolist(), strict=True))
+        for step in (0, 1):
+            batch = made.sample(200, step, torch.Generator().manual_seed(0))
+            for obs, next_obs, action, to_go in zip(
+                batch.obs[:, 0].tolist(), batch.next_obs[:, 0].tolist(), batch.rewards.tolist(),
+                batch.returns_to_go.tolist(), strict=True,
+            ):  # fmt: skip
+                is_data = action == 100 + obs  # as d4rl_file makes rewards
+                assert to_go == pytest.approx(of_data[obs] if is_data else of_online[next_obs])
+
+    @pytest.mark.parametrize(("retain", "expected"), [("none", 0), ("mix", 0), ("append", 1)])
+    def test_nothing_is_learned_from_an_empty_buffer(self, switch: Any, retain: str, expected: int) -> None:
+        made = switch(online=0, retain=retain, discount=0.9, warmup_steps=3)
+        assert made.updates(0) == 1
+        assert made.updates(5) == expected
+        self.episodes(made, 1, 50)
+        assert made.updates(50) == 1
+
+    def test_an_episode_given_up_is_forgotten(self, switch: Any) -> None:
+        made = switch(online=0, num_envs=2, discount=0.9)
+        for step, truncated in enumerate((False, True)):
+            if step:
+                made.give_up([True, False])
+            obs = np.array([[1.0, step], [2.0, step]])
+            made.add(obs, np.zeros((2, 1)), np.ones(2), obs, np.zeros(2, bool), np.full(2, truncated))
+        assert made.online.at(torch.arange(3)).obs.tolist() == [[1, 0], [1, 1], [2, 1]]
+
+    def test_an_episode_longer_than_the_buffer_leaves_its_end(self, switch: Any) -> None:
+        made = switch(online=0, buffer_size=5, discount=0.9)
+        for step in range(8):
+            obs = np.full((1, 2), float(step))
+            made.add(obs, np.zeros((1, 1)), np.ones(1), obs, np.zeros(1, bool), np.array([step == 7]))
+        assert sorted(made.online.rows[:, 0].tolist()) == [3, 4, 5, 6, 7]
+        assert made.online.at(torch.arange(5)).returns_to_go.max().item() == pytest.approx(
+            sum(0.9**k for k in range(5))
+        )
+
+
 class TestPresets:
     @pytest.mark.parametrize(
         ("env", "dataset", "expected"),
@@ -113,6 +208,7 @@ class TestPresets:
             ("AntMaze_UMaze-v4", "mine", "antmaze"),
             ("offline.environments:d4rl/pen-v1", "pen-human-v1", "adroit"),
             ("AdroitHandDoor-v1", "D4RL/door/human-v2", "adroit"),
+            ("AdroitHandPen-v1", "pen-human-sparse", "adroit-binary"),
             ("FrankaKitchen-v1", "D4RL/kitchen/mixed-v2", "kitchen"),
             ("PointMaze_UMaze-v3", "D4RL/pointmaze/umaze-v2", "maze2d"),
             ("Pendulum-v1", "pendulum-random", "locomotion"),  # not pen-

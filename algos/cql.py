@@ -1,0 +1,333 @@
+"""Conservative Q-Learning, CQL(H), and its calibrated form Cal-QL, from offline data to online fine-tuning.
+
+Kumar et al. 2020, "Conservative Q-Learning for Offline Reinforcement Learning", arXiv 2006.04779: SAC whose critics are
+also lowered by log Σ_a exp Q(s, a) and raised at the data's actions. Equation numbers below are that paper's.
+Nakamoto et al. 2023, "Cal-QL: Calibrated Offline RL Pre-Training for Efficient Online Fine-Tuning", arXiv 2303.05479:
+the same, but nothing is lowered below the value of the policy that made the data (`--calibrated`).
+
+    python algos/cql.py --dataset hopper-medium-v2
+    python algos/cql.py --dataset antmaze-medium-play-v2 --calibrated --online-steps 1000000
+    python algos/cql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
+
+As in the authors' code, but not in CQL's paper (docs/cql.md has the rest): the Bellman error has no ½ and the target no
+entropy; actions of π(·|s') too are valued at s, in the log-sum-exp; α's loss is -log α (log π + H̄); every loss is
+computed before any network moves. The networks are sac.py's: Cal-QL's learned scale and offset of log σ and its
+orthogonal start are left out.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium.spaces import flatdim
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.checkpoint import restore, state_of
+from common.command_line import command_line
+from common.evaluate import evaluate
+from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
+from common.replay_buffer import Batch
+from common.run import Run
+from envs.make import make, make_vector, seeds
+from envs.state import get_states, set_states
+from offline.switch import OfflineArgs, Switch, with_presets
+
+Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+
+
+@dataclass
+class Args(OfflineArgs):
+    may_be_zero = ("bc_steps", "cql_weight", "lagrange_gap")
+    any_sign = ("cql_clip_min", "reward_shift", "failure_reward")
+
+    retain: Literal["none", "append", "mix"] = "mix"
+    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+
+    # Networks
+    hidden: tuple[int, ...] | None = None
+    """Widths of the actor's hidden layers; by the dataset's domain."""
+    critic_hidden: tuple[int, ...] | None = None
+    """Widths of the critics' hidden layers; by the dataset's domain."""
+    critics: int = 2
+    """Critics; the target and the actor use the smallest of them."""
+
+    # Learning
+    gamma: float = 0.99
+    """Discount."""
+    tau: float = 0.005
+    """Step of the target critics towards the critics, at every update."""
+    actor_lr: float = 1e-4
+    """Learning rate of the actor."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critics, and of the Lagrange multiplier."""
+    alpha_lr: float = 1e-4
+    """Learning rate of the temperature."""
+    batch_size: int = 256
+    """Transitions in an update."""
+    bc_steps: int = 0
+    """First updates in which the actor imitates the data's actions instead (the authors' code: 40 000)."""
+
+    # Bellman target
+    max_target_backup: bool | None = None
+    """Back up the best of `cql_actions` next actions instead of one; by the dataset's domain."""
+    backup_entropy: bool = False
+    """Back up the policy's entropy too, as SAC does."""
+
+    # Conservative term
+    cql_weight: float | None = None
+    """Weight of the conservative term (min_q_weight); by the dataset's domain."""
+    cql_actions: int = 10
+    """Actions n from each of the three sources."""
+    cql_temperature: float = 1.0
+    """Temperature of the log-sum-exp."""
+    importance_sampling: bool = True
+    """Divide by the density each action was drawn with, CQL(H); else CQL(ρ), where the data's action is one more."""
+    cql_clip_min: float | None = None
+    """Where a transition's term is cut off from below (CORL on AntMaze: -200)."""
+    lagrange_gap: float | None = None
+    """Gap that a Lagrange multiplier keeps the term at; 0: no multiplier; by the dataset's domain."""
+    calibrated: bool = False
+    """Cal-QL: the policy's actions are lowered to the data's return-to-go and no further."""
+
+    # Rewards
+    reward_scale: float | None = None
+    """Each reward is multiplied by this; by the dataset's domain."""
+    reward_shift: float | None = None
+    """Added to each reward then; by the dataset's domain."""
+    failure_reward: float | None = None
+    """Raw reward of a step without success; by the dataset's domain. Episodes of nothing else count as endless ones in
+    Cal-QL's returns-to-go."""
+
+
+# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL; adroit: CORL, narrower.
+LOCOMOTION = {
+    "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False, "cql_weight": 5.0,
+    "lagrange_gap": 0.0, "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
+}  # fmt: skip
+WIDE = LOCOMOTION | {"hidden": (512,) * 3, "critic_hidden": (512,) * 3, "max_target_backup": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "locomotion": LOCOMOTION,
+    "antmaze": LOCOMOTION | {"critic_hidden": (256,) * 4, "max_target_backup": True, "lagrange_gap": 0.8,
+                             "reward_scale": 10.0, "reward_shift": -5.0, "failure_reward": 0.0},
+    "adroit": LOCOMOTION | {"hidden": (256,) * 3, "critic_hidden": (256,) * 3, "cql_weight": 1.0},
+    "adroit-binary": WIDE | {"hidden": (512, 512), "cql_weight": 1.0,
+                             "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0},
+    "kitchen": WIDE | {"reward_shift": -4.0},
+}  # fmt: skip
+
+
+class Actor(nn.Module):
+    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim, *args.hidden, 2 * action_dim], generator)
+
+    def forward(self, obs: Tensor) -> TanhGaussian:
+        mean, log_std = self.net(obs).chunk(2, dim=-1)
+        return TanhGaussian(mean, F.hardtanh(log_std, -20.0, 2.0))  # a clamp whose gradient is one operation
+
+
+class Critic(nn.Module):
+    """Q_i(s, a) of all critics at once: [critics, batch]; for actions [k, batch, action_dim], [critics, k, batch]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim + action_dim, *args.critic_hidden, 1], generator, args.critics)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1)
+        values: Tensor = self.net(inputs.flatten(0, -2))
+        return values.view(-1, *actions.shape[:-1])
+
+
+class CQL:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        initializer = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
+        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target.load_state_dict(self.critic.state_dict())
+        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.log_alpha = nn.Parameter(torch.zeros((), device=device))
+        self.log_alpha_prime = nn.Parameter(torch.ones((), device=device))  # Lagrange multiplier of the term, log
+        self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
+        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.alpha_prime_optimizer = Adam([self.log_alpha_prime], args.critic_lr)
+        self.args, self.device, self.action_dim = args, device, action_dim
+        self.target_entropy, self.updates = -float(action_dim), 0
+
+    @torch.no_grad()
+    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        policy = self.actor(torch.from_numpy(obs).to(self.device))
+        actions = policy.mode if deterministic else policy.sample(self.generator)
+        return actions.cpu().numpy()
+
+    def samples(self, policy: TanhGaussian, count: int) -> tuple[Tensor, Tensor]:
+        """Actions [count, batch, action_dim] and their log-probabilities [count, batch]."""
+        shape = (count, *policy.mean.shape)
+        return TanhGaussian(policy.mean.expand(shape), policy.log_std.expand(shape)).rsample(self.generator)
+
+    @torch.no_grad()
+    def target(self, batch: Batch) -> Tensor:
+        """y = r + γ min_i Q̄_i(s', a'), or the largest such of several a' (max_target_backup): [batch]."""
+        count = self.args.cql_actions if self.args.max_target_backup else 1
+        actions, log_prob = self.samples(self.actor(batch.next_obs), count)
+        next_value, best = self.critic_target(batch.next_obs, actions).amin(0).max(0)
+        if self.args.backup_entropy:
+            next_value = next_value - self.log_alpha.exp() * log_prob.gather(0, best.unsqueeze(0)).squeeze(0)
+        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
+
+    @torch.no_grad()
+    def proposals(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """n uniform actions, n of π(·|s) and n of π(·|s') for each state, [3n, batch, action_dim], and the logarithms
+        of the densities they were drawn with, [3n, batch]. Without gradient: the term trains the critics alone."""
+        shape = (self.args.cql_actions, *batch.actions.shape)
+        uniform = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
+        current, log_prob = self.samples(self.actor(batch.obs), self.args.cql_actions)
+        following, following_log_prob = self.samples(self.actor(batch.next_obs), self.args.cql_actions)
+        log_density = torch.full_like(log_prob, self.action_dim * math.log(0.5))
+        return torch.cat([uniform, current, following]), torch.cat([log_density, log_prob, following_log_prob])
+
+    def conservative_term(self, values: Tensor, log_density: Tensor, returns_to_go: Tensor | None) -> Tensor:
+        """log Σ_a exp Q_i(s, a) - Q_i(s, a_data) of every critic, eq. 4: [critics]; values [critics, 3n + 1, batch]
+        are those of the proposals and, last, of the data's actions."""
+        proposed, data = values[:, :-1], values[:, -1]
+        if self.args.calibrated:
+            if returns_to_go is None:
+                raise ValueError("Cal-QL (calibrated) needs batches with returns_to_go")
+            # Cal-QL's max(Q, G): below G(s) it has no gradient in Q. Uniform actions and the data's have no bound.
+            uniform, by_policy = proposed.tensor_split([self.args.cql_actions], dim=1)
+            proposed = torch.cat([uniform, torch.maximum(by_policy, returns_to_go)], dim=1)
+        if self.args.importance_sampling:  # the sum over all actions: those drawn, each over its density (appendix F)
+            entries = proposed - log_density
+        else:
+            entries = torch.cat([proposed, data.unsqueeze(1)], dim=1)
+        temperature = self.args.cql_temperature
+        difference = temperature * torch.logsumexp(entries / temperature, dim=1) - data
+        if self.args.cql_clip_min is not None:
+            difference = difference.clamp(min=self.args.cql_clip_min)
+        return difference.mean(1)
+
+    def critic_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """Bellman error and conservative term of every critic, eq. 4; also that term alone [critics], for α'."""
+        target = self.target(batch)
+        proposals, log_density = self.proposals(batch)
+        # One forward for the 3n + 1 actions of every state.
+        values = self.critic(batch.obs, torch.cat([proposals, batch.actions.unsqueeze(0)]))
+        bellman_error = (values[:, -1] - target).square().mean(1)
+        term = self.conservative_term(values, log_density, batch.returns_to_go)
+        weight = self.args.cql_weight * (self.log_alpha_prime.exp().detach() if self.args.lagrange_gap > 0 else 1.0)
+        loss = (bellman_error + weight * term).sum()
+        metrics = {"losses/critic": loss, "losses/bellman": bellman_error, "losses/conservative": term}
+        metrics |= {"losses/q": values[:, -1], "losses/q_proposed": values[:, :-1]}
+        return loss, term.detach(), {name: value.detach() for name, value in metrics.items()}
+
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """SAC's: α log π - min_i Q_i (during `bc_steps` with log π(a_data|s) for Q); also the log-probabilities."""
+        policy = self.actor(batch.obs)
+        actions, log_prob = policy.rsample(self.generator)
+        if self.updates < self.args.bc_steps:
+            value = policy.log_prob(batch.actions)  # of the data's actions, not of those just drawn
+        else:
+            with frozen(self.critic):  # the gradient passes through the critics and stops there
+                value = self.critic(batch.obs, actions).amin(0)
+        loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
+        return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
+
+    def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
+        """Moves α until the policy's entropy is H̄."""
+        loss = -self.log_alpha * (log_prob.mean() + self.target_entropy)
+        return loss, {"losses/alpha": loss.detach(), "charts/alpha": self.log_alpha.detach().exp()}
+
+    def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
+        """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not (appendix F)."""
+        alpha_prime = self.log_alpha_prime.exp()
+        loss = -(alpha_prime * self.args.cql_weight * (term - self.args.lagrange_gap)).mean()
+        return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
+
+    def update(self, batch: Batch) -> Metrics:
+        """One gradient step of each network; all losses are those of the networks as they stood before."""
+        actor_loss, log_prob, metrics = self.actor_loss(batch)
+        critic_loss, term, critic_metrics = self.critic_loss(batch)
+        self.actor_optimizer.descend(actor_loss)  # before the critics, through which its gradient passes
+        self.critic_optimizer.descend(critic_loss)
+        alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
+        self.alpha_optimizer.descend(alpha_loss)
+        if self.args.lagrange_gap > 0:
+            alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
+            self.alpha_prime_optimizer.descend(alpha_prime_loss)
+            # α' <= 1e6. Clamped inside the loss, it would have no gradient there and never come back.
+            self.log_alpha_prime.detach().clamp_(max=math.log(1e6))
+            metrics |= alpha_prime_metrics
+        self.follow_critic()
+        self.updates += 1
+        return metrics | critic_metrics | alpha_metrics
+
+
+def train(args: Args) -> None:
+    args = with_presets(args, PRESETS)
+    run = Run("cql", args)
+    switch = Switch(
+        args, run, args.reward_scale or 1.0, args.reward_shift or 0.0,
+        discount=args.gamma if args.calibrated else None, failure=args.failure_reward,
+    )  # fmt: skip
+    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
+    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
+    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    agent = CQL(args, obs_dim, action_dim, run.device)
+    update = torch.compile(agent.update) if args.compile else agent.update
+
+    saved = switch.open(run, obs_dim, action_dim)
+    if saved:
+        restore(agent, saved["agent"])
+        obs, exact = set_states(envs, saved["envs"])
+        run.warn_inexact(exact)
+        switch.give_up(exact)
+    else:
+        switch.begin(agent)
+        obs, _ = envs.reset()
+        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+
+    metrics: Metrics = {}
+    while run.step < args.online_steps:
+        # Act
+        if run.step < 0:
+            run.logger.count_update()
+        else:
+            with run.logger.timed("act"):
+                actions = agent.act(obs)
+            with run.logger.timed("env_step"):
+                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
+            dones = terminations | truncations
+            run.logger.count(rewards, dones)
+            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+
+        # Learn
+        for _ in range(switch.updates(run.step)):
+            with run.logger.timed("update"):
+                metrics = update(switch.sample(args.batch_size, run.step, agent.generator))
+
+        # Report
+        if run.due(1_000):
+            run.logger.log(metrics)
+        if switch.evaluates(run):
+            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
+    envs.close()
+    run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)
