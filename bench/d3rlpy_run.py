@@ -1,0 +1,69 @@
+"""d3rlpy's IQL or CQL on a D4RL file, evaluated as ours are: for `make offline`, run by d3rlpy's own Python.
+
+    python bench/d3rlpy_run.py iql|cql FILE ENV SEED STEPS FOLDER
+
+Its own hyperparameters where its authors' reproduction scripts have those of the paper; where not (CQL's hidden layers,
+three there), those of `algos/cql.py`: two of 256. Its reader, its updates; only the episodes are evaluated by
+`common/evaluate.py`, in the same environments, from the same seeds and at the same steps. FOLDER gets evaluations.csv
+and config.json as one of our run folders does.
+"""
+
+import csv
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+EVALUATE_EVERY = 5_000
+EPISODES = 10
+
+
+def algorithm(d3rlpy: Any, name: str, steps: int) -> Any:
+    """Its configuration for locomotion, as reproductions/offline/{iql,cql}.py has it."""
+    if name == "cql":  # no Lagrange multiplier: its logarithm starts at 0 and is never moved
+        return d3rlpy.algos.CQLConfig(alpha_learning_rate=0.0).create()
+    decay = d3rlpy.optimizers.CosineAnnealingLRFactory(T_max=steps)
+    return d3rlpy.algos.IQLConfig(
+        actor_optim_factory=d3rlpy.optimizers.AdamFactory(lr_scheduler_factory=decay),
+        reward_scaler=d3rlpy.preprocessing.ReturnBasedRewardScaler(multiplier=1000.0),
+    ).create()
+
+
+def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path) -> None:
+    import d3rlpy
+    import torch
+
+    from bench.load_once import d4rl_arrays
+    from common.evaluate import evaluate
+    from envs.make import make, seeds
+
+    arrays = d4rl_arrays(path)
+    keys = ("observations", "actions", "rewards", "terminals", "timeouts")
+    dataset = d3rlpy.dataset.MDPDataset(**{key: arrays[key] for key in keys})
+    d3rlpy.seed(seed)
+    agent = algorithm(d3rlpy, name, steps)
+    eval_envs, eval_seeds = [make(env_id) for _ in range(EPISODES)], seeds(seed, "evaluation", EPISODES)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "algo": f"d3rlpy {name}", "dataset": Path(path).stem, "seed": seed, "steps": steps, "env": env_id,
+        "configuration": json.loads(agent.config.to_json()),
+        "versions": {"d3rlpy": d3rlpy.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with (folder / "evaluations.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("step", "episode", "return", "length", "success", "normalized_score"))
+        logs = d3rlpy.logging.NoopAdapterFactory()
+        for epoch, _ in agent.fitter(dataset, steps, EVALUATE_EVERY, logger_adapter=logs, show_progress=False):
+            for i, episode in enumerate(evaluate(agent.predict, eval_envs, eval_seeds)):
+                writer.writerow((epoch * EVALUATE_EVERY - steps, i, episode.return_, episode.length, "", ""))
+            file.flush()
+    (folder / "DONE").touch()
+
+
+if __name__ == "__main__":
+    name, path, env_id, seed, steps, folder = sys.argv[1:]
+    main(name, path, env_id, int(seed), int(steps), Path(folder))
