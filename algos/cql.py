@@ -126,6 +126,7 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
+        assert args.hidden is not None, "with_presets fills it in"
         self.net = mlp([obs_dim, *args.hidden, 2 * action_dim], generator)
 
     def forward(self, obs: Tensor) -> TanhGaussian:
@@ -138,6 +139,7 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
+        assert args.critic_hidden is not None, "with_presets fills it in"
         self.net = mlp([obs_dim + action_dim, *args.critic_hidden, 1], generator, args.critics)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
@@ -161,6 +163,9 @@ class CQL:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.alpha_prime_optimizer = Adam([self.log_alpha_prime], args.critic_lr)
+        assert args.cql_weight is not None, "with_presets fills it in"
+        assert args.lagrange_gap is not None, "with_presets fills it in"
+        self.cql_weight, self.lagrange_gap = args.cql_weight, args.lagrange_gap
         self.args, self.device, self.action_dim = args, device, action_dim
         self.target_entropy, self.updates = -float(action_dim), 0
 
@@ -226,7 +231,7 @@ class CQL:
         values = self.critic(batch.obs, torch.cat([proposals, batch.actions.unsqueeze(0)]))
         bellman_error = (values[:, -1] - target).square().mean(1)
         term = self.conservative_term(values, log_density, batch.returns_to_go)
-        weight = self.args.cql_weight * (self.log_alpha_prime.exp().detach() if self.args.lagrange_gap > 0 else 1.0)
+        weight = self.cql_weight * (self.log_alpha_prime.exp().detach() if self.lagrange_gap > 0 else 1.0)
         loss = (bellman_error + weight * term).sum()
         metrics = {"losses/critic": loss, "losses/bellman": bellman_error, "losses/conservative": term}
         metrics |= {"losses/q": values[:, -1], "losses/q_proposed": values[:, :-1]}
@@ -252,7 +257,7 @@ class CQL:
     def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not (appendix F)."""
         alpha_prime = self.log_alpha_prime.exp()
-        loss = -(alpha_prime * self.args.cql_weight * (term - self.args.lagrange_gap)).mean()
+        loss = -(alpha_prime * self.cql_weight * (term - self.lagrange_gap)).mean()
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
     def update(self, batch: Batch) -> Metrics:
@@ -263,7 +268,7 @@ class CQL:
         self.critic_optimizer.descend(critic_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
         self.alpha_optimizer.descend(alpha_loss)
-        if self.args.lagrange_gap > 0:
+        if self.lagrange_gap > 0:
             alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
             self.alpha_prime_optimizer.descend(alpha_prime_loss)
             # α' <= 1e6. Clamped inside the loss, it would have no gradient there and never come back.

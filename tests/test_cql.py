@@ -219,7 +219,7 @@ def test_multiplier_is_bounded_and_comes_back():
     agent.log_alpha_prime.data.fill_(math.log(1e6) - 1e-6)
     agent.update(make_batch())
     assert agent.log_alpha_prime.item() == math.log(1e6)
-    agent.args.lagrange_gap = 1e9
+    agent.lagrange_gap = 1e9
     for _ in range(5):
         agent.update(make_batch())
     assert agent.log_alpha_prime.item() < math.log(1e6)
