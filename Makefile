@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report datasets load d4rl
+.PHONY: help setup train test lint speed report datasets load d4rl d3rlpy
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,6 +39,9 @@ speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baseli
 load: setup $(VENV)-d3rlpy/installed ## a D4RL file of a million transitions, loaded beside d3rlpy
 	$(BIN)/python bench/load.py $(ARGS)
 
+d3rlpy: setup $(VENV)-d3rlpy/installed ## train d3rlpy's IQL or CQL, evaluated as ours (bench/d3rlpy_run.py says how)
+	PYTHONPATH=. D4RL_SUPPRESS_IMPORT_ERROR=1 $(VENV)-d3rlpy/bin/python bench/d3rlpy_run.py $(ARGS)
+
 datasets: setup ## make our own suite of datasets, and describe it in results/datasets
 	$(BIN)/python bench/datasets.py $(ARGS)
 
@@ -54,7 +57,7 @@ $(VENV)-d4rl/installed: bench/d4rl-requirements.txt
 $(VENV)-d3rlpy/installed: bench/d3rlpy-requirements.txt
 	$(PYTHON) -m venv $(VENV)-d3rlpy
 	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps d4rl==1.1
+	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps d4rl==1.1 gymnasium==1.4.0
 	@touch $@
 
 $(VENV)-peers/installed: bench/peers-requirements.txt

@@ -1,6 +1,6 @@
-"""d3rlpy's IQL or CQL on a D4RL file, evaluated as ours are: for `make offline`, run by d3rlpy's own Python.
+"""d3rlpy's IQL or CQL on a D4RL file, evaluated as ours are; run by d3rlpy's own Python.
 
-    python bench/d3rlpy_run.py iql|cql FILE ENV SEED STEPS FOLDER
+    make d3rlpy ARGS="iql|cql FILE ENVIRONMENT SEED STEPS FOLDER"
 
 Its own hyperparameters where its authors' reproduction scripts have those of the paper; where not (CQL's hidden layers,
 three there), those of `algos/cql.py`: two of 256. Its reader, its updates; only the episodes are evaluated by
@@ -10,7 +10,6 @@ and config.json as one of our run folders does.
 
 import csv
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -50,7 +49,7 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path)
         "algo": f"d3rlpy {name}", "dataset": Path(path).stem, "seed": seed, "steps": steps, "env": env_id,
         "configuration": json.loads(agent.config.to_json()),
         "versions": {"d3rlpy": d3rlpy.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "threads": int(os.environ["OMP_NUM_THREADS"]),
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     with (folder / "evaluations.csv").open("w", newline="") as file:

@@ -16,7 +16,8 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import tyro
-from numpy.typing import NDArray
+
+from bench.offline_report import d3rlpy_table, interquartile_mean, offline_table, online_table
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -71,13 +72,6 @@ def spread(seeds: dict[str, Curve], step: int) -> str:
         return "not run"
     deviation = f" ± {statistics.stdev(there.values()):,.0f}" if len(there) > 1 else ""
     return f"{statistics.mean(there.values()):,.0f}{deviation} ({number_of(there)})"
-
-
-def interquartile_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Over the last axis: the mean without the lowest and the highest quarter, rounded down."""
-    cut = values.shape[-1] // 4
-    inner: NDArray[np.float64] = np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(-1)
-    return inner
 
 
 def interquartile(seeds: dict[str, Curve], step: int, resamples: int = 20_000) -> str:
@@ -181,6 +175,7 @@ def loading_table() -> str:
 TABLES = {
     "README.md": {"learning": learning_table, "speed": speed_table},
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
+    "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
 }
 
 

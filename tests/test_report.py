@@ -1,12 +1,14 @@
 """The README's tables come from the raw data, and are what the data says."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from bench import report
+from bench import offline_report, report
 
 
 @pytest.mark.parametrize("page", report.TABLES)
@@ -53,3 +55,64 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
     (tmp_path / "speed" / "a.csv").write_text("\n".join(facts + rows))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.speed_table().splitlines()[2] == "| sac on X | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"
+
+
+class TestFromDatasets:
+    """Tables of bench/offline_report.py, of runs made up here: returns of Hopper-v4, whose scores are known."""
+
+    LOW, HIGH = -20.272305, 3234.3  # D4RL's: what scores 0 and 100
+
+    @pytest.fixture
+    def results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        monkeypatch.setattr(offline_report, "RESULTS", tmp_path)
+        (tmp_path / "datasets").mkdir()
+        for name in ("a", "b"):
+            facts = {"environment": "Hopper-v4", "score": 31.0}
+            (tmp_path / "datasets" / f"{name}.json").write_text(json.dumps(facts))
+
+        def add(folder: str, algo: str, dataset: str, seed: int, **scores: float) -> None:
+            """Two episodes an evaluation, 10 points below and above; s5=30.0 is score 30 at step 5, m5 at step -5."""
+            path = tmp_path / folder / algo / dataset / str(seed) / "evaluations.csv"
+            path.parent.mkdir(parents=True)
+            lines = ["step,episode,return,length,success,normalized_score"]
+            for key, score in scores.items():
+                step = int(key[1:]) * (-1 if key[0] == "m" else 1)
+                for i, of in enumerate((score - 10, score + 10)):
+                    lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,,")
+            path.write_text("\n".join(lines) + "\n")
+
+        return add
+
+    def test_offline_scores_are_those_at_the_switch(self, results: Callable[..., None]):
+        results("offline", "iql", "a", 1, m5=70.0, s0=40.0)
+        results("offline", "iql", "a", 2, s0=60.0)
+        results("offline", "iql", "a", 3, m5=99.0)  # not there yet
+        results("offline", "d3rlpy-iql", "a", 1, s0=30.0)
+        row = offline_report.offline_table().splitlines()[2].split(" | ")
+        assert row[:2] == ["| a", "31.0"]
+        names = list(offline_report.ALGORITHMS)
+        assert row[2 + names.index("iql")] == "50.0 ± 14.1 (2)"
+        assert row[2 + names.index("d3rlpy-iql")] == "30.0 (1)"
+        assert row[2 + names.index("bc")] == "not run"
+
+    def test_both_are_compared_on_what_both_ran(self, results: Callable[..., None]):
+        for seed, score in ((1, 40.0), (2, 50.0), (3, 90.0)):
+            results("offline", "iql", "a", seed, s0=score)
+        results("offline", "iql", "b", 1, s0=99.0)
+        for seed, score in ((1, 20.0), (2, 30.0)):
+            results("offline", "d3rlpy-iql", "a", seed, s0=score)
+        iql, cql = offline_report.d3rlpy_table().splitlines()[2:]
+        assert iql == "| IQL | 1, 2 | 45.0 (40.0 to 50.0) | 25.0 (20.0 to 30.0) |"
+        assert cql == "| CQL | not run |||"
+
+    def test_bootstrap_is_within_each_dataset(self):
+        """A dataset whose seeds agree adds nothing to the interval, however far it is from the others."""
+        assert offline_report.over_datasets([[10.0] * 4, [90.0] * 4]) == (50.0, 50.0, 50.0)
+        middle, low, high = offline_report.over_datasets([[0.0, 10.0], [50.0, 60.0]])
+        assert (middle, low, high) == (30.0, 25.0, 35.0)  # without the lowest and the highest
+
+    def test_online_scores_and_regret(self, results: Callable[..., None]):
+        results("online", "cql-mix", "a", 1, s0=20.0, s1=10.0, s5=40.0, s10=70.0)
+        results("online", "cql-mix", "a", 2, s0=30.0, s1=30.0, s5=30.0, s10=30.0, s20=90.0)
+        row = offline_report.online_table().splitlines()[2]
+        assert row == "| cql-mix, a | 10 | 25.0 ± 7.1 (2) | 50.0 ± 28.3 (2) | 0.65 |"

@@ -1,0 +1,111 @@
+"""Tables of what was learned from datasets, and online behind them, from results/offline and results/online alone.
+
+results/offline/<algorithm>/<dataset>/<seed>/evaluations.csv ends at step 0; in results/online/<algorithm>-<retain>/ the
+steps go on. Scores are those of `offline.scores`, of the deterministic policy over each evaluation's episodes.
+"""
+
+import csv
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offline.scores import normalized, reference
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ALGORITHMS = {
+    "bc": "BC", "td3_bc": "TD3+BC", "iql": "IQL", "d3rlpy-iql": "d3rlpy's IQL", "cql": "CQL",
+    "d3rlpy-cql": "d3rlpy's CQL",
+}  # fmt: skip
+Curve = dict[int, float]  # mean score of an evaluation's episodes, by step
+
+
+def facts(dataset: str) -> dict[str, str]:
+    """What `bench/datasets.py` wrote of the dataset."""
+    found: dict[str, str] = json.loads((RESULTS / "datasets" / f"{dataset}.json").read_text())
+    return found
+
+
+def curves(folder: str) -> dict[tuple[str, str], dict[str, Curve]]:
+    """(algorithm, dataset) to seed to curve, of results/<folder>."""
+    found: dict[tuple[str, str], dict[str, Curve]] = defaultdict(dict)
+    for path in sorted((RESULTS / folder).glob("*/*/*/evaluations.csv")):
+        algo, dataset, seed = path.parts[-4:-1]
+        between = reference(facts(dataset)["environment"])
+        assert between is not None, f"{dataset}: nobody published what scores 0 and 100"
+        episodes: dict[int, list[float]] = defaultdict(list)
+        for row in csv.DictReader(path.open()):
+            episodes[int(row["step"])].append(float(row["return"]))
+        found[algo, dataset][seed] = {s: float(normalized(r, between).mean()) for s, r in episodes.items()}
+    return found
+
+
+def spread(values: list[float]) -> str:
+    """Mean ± standard deviation (how many)."""
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{deviation} ({len(values)})" if values else "not run"
+
+
+def offline_table() -> str:
+    """Scores after the last update of every algorithm on every dataset, beside the behaviour's."""
+    found = curves("offline")
+    datasets = sorted({dataset for _, dataset in found})
+    lines = ["| | behaviour | " + " | ".join(ALGORITHMS.values()) + " |", "|---" * (len(ALGORITHMS) + 2) + "|"]
+    for dataset in datasets:
+        cells = [spread([c[0] for c in found[algo, dataset].values() if 0 in c]) for algo in ALGORITHMS]
+        lines.append(f"| {dataset} | {float(facts(dataset)['score']):.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def interquartile_mean(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over the last axis: the mean without the lowest and the highest quarter, rounded down."""
+    cut = scores.shape[-1] // 4
+    inner: NDArray[np.float64] = np.sort(scores, axis=-1)[..., cut : scores.shape[-1] - cut].mean(-1)
+    return inner
+
+
+def over_datasets(runs: list[list[float]], resamples: int = 20_000) -> tuple[float, float, float]:
+    """Interquartile mean of all runs, and its 95 % bootstrap interval, stratified: each dataset's runs are drawn anew.
+
+    `runs`: by dataset, the score of each seed. Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of
+    the Statistical Precipice".
+    """
+    random = np.random.default_rng(0)
+    drawn = np.concatenate([random.choice(scores, (resamples, len(scores))) for scores in runs], axis=1)
+    low, high = np.percentile(interquartile_mean(drawn), [2.5, 97.5])
+    return float(interquartile_mean(np.concatenate(runs))), float(low), float(high)
+
+
+def d3rlpy_table() -> str:
+    """Ours beside d3rlpy's over the datasets that both were run on with equally many seeds."""
+    found = curves("offline")
+    lines = ["| | datasets, seeds of each | onramp: interquartile mean | d3rlpy |", "|---|---|---|---|"]
+    for algo in ("iql", "cql"):
+        runs: dict[str, list[list[float]]] = {"": [], "d3rlpy-": []}
+        for dataset in sorted({dataset for _, dataset in found}):
+            both = [{s: c[0] for s, c in found[f"{who}{algo}", dataset].items() if 0 in c} for who in runs]
+            seeds = sorted(both[0].keys() & both[1].keys())
+            for who, scores in zip(runs, both, strict=True):
+                runs[who] += [[scores[seed] for seed in seeds]] if seeds else []
+        if runs[""]:
+            cells = [f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in map(over_datasets, runs.values())]
+            seeds_of_each = " + ".join(str(len(scores)) for scores in runs[""])
+            lines.append(f"| {algo.upper()} | {len(runs[''])}, {seeds_of_each} | {' | '.join(cells)} |")
+        else:
+            lines.append(f"| {algo.upper()} | not run |||")
+    return "\n".join(lines)
+
+
+def online_table() -> str:
+    """Before the switch, behind it, at the end, and the regret: 1 less a hundredth of the online evaluations' mean."""
+    lines = ["| | online steps | before | after | regret |", "|---|---|---|---|---|"]
+    for (algo, dataset), seeds in curves("online").items():
+        last = min(max(curve) for curve in seeds.values())
+        online = [[score for step, score in c.items() if 0 < step <= last] for c in seeds.values()]
+        before, after = spread([c[0] for c in seeds.values()]), spread([c[last] for c in seeds.values()])
+        regret = statistics.mean(1 - statistics.mean(scores) / 100 for scores in online)
+        lines.append(f"| {algo}, {dataset} | {last:,} | {before} | {after} | {regret:.2f} |")
+    return "\n".join(lines)
