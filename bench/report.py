@@ -18,6 +18,8 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
+from bench.rounds import read_rounds
+
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
@@ -132,11 +134,7 @@ def speed_table() -> str:
     """Steps per second beside the peers: medians over the rounds, and medians of the rounds' ratios."""
     lines = ["| | onramp | SB3 | SBX | onramp / SB3 | onramp / SBX | update / floor |", "|---|---|---|---|---|---|---|"]
     for path in sorted((RESULTS / "speed").glob("*.csv")):
-        text = path.read_text().splitlines()
-        facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("#"))
-        rates: dict[str, list[float]] = defaultdict(list)
-        for row in csv.DictReader(line for line in text if not line.startswith("#")):
-            rates[row["contender"]].append(float(row["steps_per_second"]))
+        facts, rates = read_rounds(path)
         median = {name: statistics.median(values) for name, values in rates.items()}
         ratio = {n: statistics.median(a / b for a, b in zip(rates["ours"], rates[n], strict=True)) for n in rates}
         update = "-"

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import BATCH, CRITICS, HIDDEN, fastest, sac_products, ways
-from bench.speed import Args, commands, has_losses, report, update_times, write_rounds
+from bench.rounds import read_rounds, report, write_rounds
+from bench.speed import Args, commands, has_losses, update_times
 from bench.step_counter import COUNTER_FILE, counted, read_steps
 
 ROOT = Path(__file__).parents[1]
@@ -197,6 +198,8 @@ def test_report_and_csv(tmp_path: Path) -> None:
     lines = (tmp_path / "a" / "rounds.csv").read_text().split()
     assert lines[:3] == ["#", "processor:", "p"]
     assert len(lines) == 4 + 9
+    facts, read = read_rounds(tmp_path / "a" / "rounds.csv")
+    assert (facts, read["sb3"]) == ({"processor": "p"}, [100.0] * 3)
 
 
 def test_only_updates_within_the_rounds_are_read(tmp_path: Path) -> None:
