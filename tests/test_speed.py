@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
-from bench.floor import BATCH, CRITICS, HIDDEN, fastest, sac_products, ways
+from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
 from bench.rounds import read_rounds, report, write_rounds
 from bench.speed import Args, commands, has_losses, update_times
 from bench.step_counter import COUNTER_FILE, counted, read_steps
@@ -148,7 +148,8 @@ def test_a_contender_is_not_warm_before_it_learns() -> None:
         contenders[0].warm_up(10)
 
 
-def test_floor_has_the_flops_of_the_losses_by_autograd() -> None:
+@pytest.mark.parametrize("algo", PRODUCTS)
+def test_floor_has_the_flops_of_the_losses_by_autograd(algo: str) -> None:
     """PyTorch's own counter over the two losses, written plainly, one critic at a time."""
     o, a, h, b = 17, 6, HIDDEN, BATCH
 
@@ -158,20 +159,27 @@ def test_floor_has_the_flops_of_the_losses_by_autograd() -> None:
     def mlp(x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
         return F.relu(F.relu(x @ w[0]) @ w[1]) @ w[2]
 
+    def values(states: torch.Tensor, actions: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+        """From the first layer's product with the observations: autograd too asks for the action's columns only."""
+        return F.relu(F.relu(states + actions @ w[0][o:]) @ w[1]) @ w[2]
+
     actor, obs, next_obs, actions = layers(o, h, h, 2 * a), torch.randn(b, o), torch.randn(b, o), torch.randn(b, a)
+    if algo == "cql":  # ten times three, and the dataset's
+        actions = torch.randn(31, b, a)
     critics = [layers(o + a, h, h, 1) for _ in range(CRITICS)]
     with FlopCounterMode(display=False) as counter:
         with torch.no_grad():
             next_actions = mlp(next_obs, actor)[:, :a].tanh()
             target = torch.stack([mlp(torch.cat([next_obs, next_actions], 1), w) for w in critics]).amin(0)
-        sum(((mlp(torch.cat([obs, actions], 1), w) - target) ** 2).mean() for w in critics).backward()
+        states = [obs @ w[0][:o] for w in critics]
+        sum(((values(s, actions, w) - target) ** 2).mean() for s, w in zip(states, critics, strict=True)).backward()
         pi = mlp(obs, actor)[:, :a].tanh()
         frozen = [[x.detach() for x in w] for w in critics]
-        # The first layer in two parts, so that autograd too asks for the action's columns only.
-        first = [(obs @ w[0][:o] + pi @ w[0][o:]) for w in frozen]
-        q = torch.stack([F.relu(F.relu(x) @ w[1]) @ w[2] for x, w in zip(first, frozen, strict=True)]).amin(0)
+        # SAC's critics have moved by now; CQL's have not.
+        states = [s.detach() for s in states] if algo == "cql" else [obs @ w[0][:o] for w in frozen]
+        q = torch.stack([values(s, pi, w) for s, w in zip(states, frozen, strict=True)]).amin(0)
         (-q.mean()).backward()
-    assert sum(product.flops for product in sac_products(o, a)) == counter.get_total_flops()
+    assert sum(product.flops for product in PRODUCTS[algo](o, a)) == counter.get_total_flops()
 
 
 def test_every_way_to_a_product_computes_and_the_fastest_is_chosen() -> None:
