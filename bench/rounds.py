@@ -43,7 +43,7 @@ def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
     by_name: dict[str, list[Slice]] = {}
     for s in (s for slices in rounds for s in slices):
         by_name.setdefault(s.contender, []).append(s)
-    names = [name for name in ("ours", "sb3", "sbx", "floor") if name in by_name]
+    names = [name for name in ("ours", "sb3", "sbx", "d3rlpy", "floor") if name in by_name]
     rate = {name: [s.steps_per_second for s in by_name[name]] for name in names}
     lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
     for name in names:
@@ -51,14 +51,14 @@ def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
         others = spread([s.cores_of_others for s in by_name[name]], 2)
         lines.append(f"{name:8}{spread(rate[name], 1):>24}{cores:>20}{others:>20}")
     lines.append("")
-    for name in (name for name in names if name in ("sb3", "sbx")):
+    for name in (name for name in names if name not in ("ours", "floor")):
         ratios = [ours / theirs for ours, theirs in zip(rate["ours"], rate[name], strict=True)]
         lines.append(f"ours / {name}: {spread(ratios, 2)} times as many steps/s")
     if "floor" in rate:
         floor_ms = [1000 / r for r in rate["floor"]]
         above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
         lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
-        lines.append(f"ours / floor: {spread(above, 2)}, whole environment step with one update")
+        lines.append(f"ours / floor: {spread(above, 2)}, whole step with one update")
         if updates:
             alone = statistics.median(updates)
             times = f"{alone:.2f} ms, {alone / statistics.median(floor_ms):.2f} floors"

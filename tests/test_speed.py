@@ -11,13 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import PENDULUM, flags
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
 from bench.rounds import read_rounds, report, write_rounds
-from bench.speed import Args, commands, has_losses, update_times
+from bench.speed import ALGORITHMS, Args, commands, has_losses, update_times
 from bench.step_counter import COUNTER_FILE, counted, read_steps
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,22 @@ while True:
     count()
 """
 
+# d3rlpy's loop until its eighth update: seven are made.
+SEVEN_UPDATES = """
+import runpy, sys
+import d3rlpy
+base = d3rlpy.algos.qlearning.base.QLearningAlgoBase
+update, made = base.update, []
+def limited(self, batch):
+    if len(made) == 7:
+        raise SystemExit
+    made.append(update(self, batch))
+    return made[-1]
+base.update = limited
+runpy.run_path("bench/offline_peer.py", run_name="__main__")
+"""
+D3RLPY = ROOT / ".venv-d3rlpy" / "bin" / "python"
+
 
 def ticking(name: str, seconds: float, folder: Path, warm_steps: int = 4) -> Contender:
     return Contender(name, [sys.executable, "-c", TICK, str(seconds)], ENV, folder, warm_steps)
@@ -62,6 +79,26 @@ def test_steps_are_counted_across_processes(tmp_path: Path, env_id: str) -> None
         assert read_steps(file) == 900
     else:  # the vector environment spends a turn of an environment on its reset, which is no step
         assert 0 < read_steps(file) < 900
+
+
+def test_our_gradient_steps_on_a_dataset_are_counted(tmp_path: Path) -> None:
+    """They alone: neither what is evaluated nor the online steps behind them."""
+    env, run = {**ENV, COUNTER_FILE: str(tmp_path / "steps")}, ["--run-dir", str(tmp_path / "run")]
+    line = [sys.executable, "bench/count_updates.py", "algos/iql.py", *flags("iql", offline_steps=70, online_steps=30)]
+    subprocess.run([*line, *run], cwd=ROOT, env=env, check=True, capture_output=True)
+    assert read_steps(tmp_path / "steps") == 70
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+@pytest.mark.skipif(not D3RLPY.exists(), reason="make .venv-d3rlpy/installed")
+@pytest.mark.parametrize("algo", [name for name, algorithm in ALGORITHMS.items() if algorithm.offline])
+def test_d3rlpys_gradient_steps_are_counted(tmp_path: Path, algo: str) -> None:
+    """With the very arguments that it is run with; its logs go where they are told to."""
+    line = commands(Args(algo=algo, dataset=PENDULUM), tmp_path)["d3rlpy"]
+    env = {**ENV, COUNTER_FILE: str(tmp_path / "steps")}
+    subprocess.run([line[0], "-c", SEVEN_UPDATES, *line[2:]], cwd=ROOT, env=env, check=True, capture_output=True)
+    assert read_steps(tmp_path / "steps") == 7
+    assert list((tmp_path / "d3rlpy").glob("*/params.json"))
 
 
 def test_a_counted_environment_says_what_it_needs() -> None:
@@ -224,3 +261,11 @@ def test_all_get_the_same_environment_and_number_of_it(tmp_path: Path) -> None:
     assert all(counted("Hopper-v4") in line for line in lines.values())
     assert lines["ours"][-2:] == ["--num-envs", "3"]
     assert lines["sb3"][4] == lines["sbx"][4] == "3"
+
+
+@pytest.mark.parametrize("algo", ["iql", "cql"])
+def test_all_get_the_same_dataset_and_no_counted_environment(tmp_path: Path, algo: str) -> None:
+    lines = commands(Args(algo=algo), tmp_path)
+    assert list(lines) == ["ours", "d3rlpy", *(["floor"] if algo in PRODUCTS else [])]
+    assert all(str(tmp_path / "data.hdf5") in lines[name] for name in ("ours", "d3rlpy"))
+    assert not any(counted("HalfCheetah-v4") in line for line in lines.values())
