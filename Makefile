@@ -33,7 +33,7 @@ lint: setup ## check format, style and types
 report: setup ## the README's tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
 
-speed: setup $(VENV)-peers/installed ## environment steps/s beside Stable-Baselines3 and SBX, alternating in one run
+speed: setup $(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed ## steps/s beside Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql")
 	$(BIN)/python bench/speed.py $(ARGS)
 
 load: setup $(VENV)-d3rlpy/installed ## a D4RL file of a million transitions, loaded beside d3rlpy

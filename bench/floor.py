@@ -1,8 +1,8 @@
-"""The matrix products of one SAC update and nothing else, over and over: what no implementation in PyTorch gets below.
+"""The matrix products of one update and nothing else, over and over: what no implementation in PyTorch gets below.
 
-`python bench/floor.py sac <environment id>` runs until killed; it counts updates as a counted environment counts steps.
-Activations, losses, biases, sampling, optimiser and target update are left out. What remains is listed product by
-product in `sac_products`; for each the fastest of several ways to compute it on this machine is taken.
+`python bench/floor.py sac|cql <environment id>` runs until killed; it counts updates as a counted environment counts
+steps. Activations, losses, biases, sampling, optimiser and target update are left out. What remains is listed product
+by product below; for each the fastest of several ways to compute it on this machine is taken.
 """
 
 import sys
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.step_counter import claim_slot
-from common.onednn import AVAILABLE
+from common.onednn import AVAILABLE, keep_freed_memory
 
 Call = Callable[[], object]
 
@@ -40,38 +40,28 @@ class Product:
         return 2 * self.ensemble * self.m * self.k * self.n
 
 
-def sac_products(obs_dim: int, action_dim: int) -> list[Product]:
-    """Every product of one update; the networks have two hidden layers, the policy's head gives mean and deviation.
-
-    With `y = x W` for a layer: forward `x W`, weight gradient `x^T dy`, input gradient `dy W^T`.
-    """
-    b, h, e, o, a = BATCH, HIDDEN, CRITICS, obs_dim, action_dim
+def _values_to_come(o: int, a: int) -> list[Product]:
+    """The policy and the targets, forward; the policy has two hidden layers, and its head gives mean and deviation."""
+    b, h, e = BATCH, HIDDEN, CRITICS
     return [
         # The policy on next_obs (for the target) and on obs (for its own loss): the same weights, so one batch of two.
         Product("actor, first layer", 2 * b, o, h),
         Product("actor, hidden layer", 2 * b, h, h),
         Product("actor, last layer", 2 * b, h, 2 * a),
-        # y = r + gamma (min Q'(s', a') - alpha log pi): the target critics forward.
+        # min Q'(s', a'): the target critics forward.
         Product("targets, first layer", b, o + a, h, e, fold="n"),
         Product("targets, hidden layer", b, h, h, e),
         Product("targets, last layer", b, h, 1, e),
-        # L = sum of (Q(s, a) - y)^2: forward and backward; nothing asks for the gradient of (s, a).
-        Product("critics, first layer", b, o + a, h, e, fold="n"),
-        Product("critics, hidden layer", b, h, h, e),
-        Product("critics, last layer", b, h, 1, e),
-        Product("critics, last layer, weight gradient", 1, b, h, e),
-        Product("critics, last layer, input gradient", b, 1, h, e),
-        Product("critics, hidden layer, weight gradient", h, b, h, e),
-        Product("critics, hidden layer, input gradient", b, h, h, e),
-        Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
-        # L = alpha log pi - min Q(s, pi(s)): the updated critics forward, then back to the action's columns only.
-        Product("critics at pi, first layer", b, o + a, h, e, fold="n"),
-        Product("critics at pi, hidden layer", b, h, h, e),
-        Product("critics at pi, last layer", b, h, 1, e),
+    ]
+
+
+def _back_to_the_policy(o: int, a: int) -> list[Product]:
+    """The gradient of min Q(s, pi(s)), back to the action's columns only and on through the policy."""
+    b, h, e = BATCH, HIDDEN, CRITICS
+    return [
         Product("critics at pi, last layer, input gradient", b, 1, h, e),
         Product("critics at pi, hidden layer, input gradient", b, h, h, e),
         Product("critics at pi, first layer, input gradient", b, h, a, e, fold="k"),
-        # ... and on through the policy.
         Product("actor, last layer, weight gradient", h, b, 2 * a),
         Product("actor, last layer, input gradient", b, 2 * a, h),
         Product("actor, hidden layer, weight gradient", h, b, h),
@@ -80,7 +70,60 @@ def sac_products(obs_dim: int, action_dim: int) -> list[Product]:
     ]
 
 
-PRODUCTS = {"sac": sac_products}
+def _back_to_the_weights(b: int) -> list[Product]:
+    """The gradient of the critics' loss down to their first layer; nothing asks for that of (s, a)."""
+    h, e = HIDDEN, CRITICS
+    return [
+        Product("critics, last layer, weight gradient", 1, b, h, e),
+        Product("critics, last layer, input gradient", b, 1, h, e),
+        Product("critics, hidden layer, weight gradient", h, b, h, e),
+        Product("critics, hidden layer, input gradient", b, h, h, e),
+    ]
+
+
+def sac_products(o: int, a: int) -> list[Product]:
+    """Every product of one update, for `o` observations and `a` actions.
+
+    With `y = x W` for a layer: forward `x W`, weight gradient `x^T dy`, input gradient `dy W^T`.
+    """
+    b, h, e = BATCH, HIDDEN, CRITICS
+    return [
+        *_values_to_come(o, a),
+        # L = sum of (Q(s, a) - y)^2: forward and backward.
+        Product("critics, first layer", b, o + a, h, e, fold="n"),
+        Product("critics, hidden layer", b, h, h, e),
+        Product("critics, last layer", b, h, 1, e),
+        *_back_to_the_weights(b),
+        Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
+        # L = alpha log pi - min Q(s, pi(s)): the updated critics forward, and back.
+        Product("critics at pi, first layer", b, o + a, h, e, fold="n"),
+        Product("critics at pi, hidden layer", b, h, h, e),
+        Product("critics at pi, last layer", b, h, 1, e),
+        *_back_to_the_policy(o, a),
+    ]
+
+
+def cql_products(o: int, a: int) -> list[Product]:
+    """SAC's, but that the critics' loss needs 31 actions of each state, three times ten drawn and the dataset's.
+
+    The policy's loss is of the critics before their update, so that its actions are 32nd in the same forward; and the
+    first layer's product with an observation is the same for all actions at it.
+    """
+    b, h, e = BATCH, HIDDEN, CRITICS
+    return [
+        *_values_to_come(o, a),
+        Product("critics, first layer, observations", b, o, h, e, fold="n"),
+        Product("critics, first layer, actions", 32 * b, a, h, e, fold="n"),
+        Product("critics, hidden layer", 32 * b, h, h, e),
+        Product("critics, last layer", 32 * b, h, 1, e),
+        *_back_to_the_weights(31 * b),
+        Product("critics, first layer, weight gradient, observations", o, b, h, e, fold="n"),
+        Product("critics, first layer, weight gradient, actions", a, 31 * b, h, e, fold="n"),
+        *_back_to_the_policy(o, a),
+    ]
+
+
+PRODUCTS = {"sac": sac_products, "cql": cql_products}
 
 
 def _stored(*shape: int) -> Iterator[torch.Tensor]:
@@ -149,12 +192,14 @@ def fastest(calls: Sequence[Call], tries: int = 10, repeats: int = 10) -> Call:
 def main() -> None:
     """Choose the fastest way for every product, then compute them all, forever."""
     torch.set_grad_enabled(False)
+    keep_freed_memory()
     env = gymnasium.make(sys.argv[2])
     assert env.observation_space.shape is not None
     assert env.action_space.shape is not None
     list_products = PRODUCTS[sys.argv[1]]
     products = list_products(int(np.prod(env.observation_space.shape)), int(np.prod(env.action_space.shape)))
-    chosen = [fastest(list(ways(product))) for product in products]
+    # What takes milliseconds is timed well enough by itself.
+    chosen = [fastest(list(ways(product)), repeats=10 if product.flops < 10**9 else 1) for product in products]
     count = claim_slot()
     while True:
         for compute in chosen:

@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ import numpy as np
 import tyro
 
 from bench.offline_report import d3rlpy_table, interquartile_mean, offline_table, online_table
+
+from bench.rounds import read_rounds
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -122,23 +124,37 @@ def draw(algo: str, env: str, path: Path) -> None:
     plt.close(figure)
 
 
-def speed_table() -> str:
-    """Steps per second beside the peers: medians over the rounds, and medians of the rounds' ratios."""
-    lines = ["| | onramp | SB3 | SBX | onramp / SB3 | onramp / SBX | update / floor |", "|---|---|---|---|---|---|---|"]
+def speeds(peer: str) -> Iterator[tuple[dict[str, str], dict[str, float], dict[str, float]]]:
+    """Of each measurement beside `peer`: facts, medians over the rounds, and medians of the rounds' ratios to ours."""
     for path in sorted((RESULTS / "speed").glob("*.csv")):
-        text = path.read_text().splitlines()
-        facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("#"))
-        rates: dict[str, list[float]] = defaultdict(list)
-        for row in csv.DictReader(line for line in text if not line.startswith("#")):
-            rates[row["contender"]].append(float(row["steps_per_second"]))
-        median = {name: statistics.median(values) for name, values in rates.items()}
-        ratio = {n: statistics.median(a / b for a, b in zip(rates["ours"], rates[n], strict=True)) for n in rates}
+        facts, rates = read_rounds(path)
+        if peer in rates:
+            median = {name: statistics.median(values) for name, values in rates.items()}
+            ratio = {n: statistics.median(a / b for a, b in zip(rates["ours"], rates[n], strict=True)) for n in rates}
+            yield facts, median, ratio
+
+
+def speed_table() -> str:
+    """Environment steps per second beside the peers."""
+    lines = ["| | onramp | SB3 | SBX | onramp / SB3 | onramp / SBX | update / floor |", "|---|---|---|---|---|---|---|"]
+    for facts, median, ratio in speeds("sb3"):
         update = "-"
         if "floor" in median:
             update = f"{float(facts['our update alone in ms']) * median['floor'] / 1000:.2f}"
         lines.append(
             f"| {facts['algorithm']} | {median['ours']:.0f} | {median['sb3']:.0f} | {median['sbx']:.0f} "
             f"| {ratio['sb3']:.2f} | {ratio['sbx']:.2f} | {update} |"
+        )
+    return "\n".join(lines)
+
+
+def offline_speed_table() -> str:
+    """Gradient steps per second on a dataset beside d3rlpy."""
+    lines = ["| | onramp | d3rlpy | onramp / d3rlpy | step / floor |", "|---|---|---|---|---|"]
+    for facts, median, ratio in speeds("d3rlpy"):
+        step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
+        lines.append(
+            f"| {facts['algorithm']} | {median['ours']:.1f} | {median['d3rlpy']:.1f} | {ratio['d3rlpy']:.2f} | {step} |"
         )
     return "\n".join(lines)
 
@@ -173,7 +189,7 @@ def loading_table() -> str:
 
 
 TABLES = {
-    "README.md": {"learning": learning_table, "speed": speed_table},
+    "README.md": {"learning": learning_table, "speed": speed_table, "offline speed": offline_speed_table},
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
 }

@@ -1,13 +1,15 @@
 # ruff: noqa: T201
-"""Our algorithms beside Stable-Baselines3 and SBX: environment steps per second, measured in one run.
+"""Our algorithms beside Stable-Baselines3, SBX and d3rlpy: steps per second, measured in one run.
 
 python bench/speed.py                        # SAC on HalfCheetah-v4, as `make speed` runs it
 python bench/speed.py --num-envs 4 --peers sb3
+python bench/speed.py --algo cql             # on a dataset, beside d3rlpy
 
-The same environment, networks, batch, number of critics, updates per step and random first steps; everything else is
-each program's default, its logging included. Steps are counted inside the environment (`bench/step_counter.py`),
-the programs run in alternation (`bench/alternate.py`), and the update's bare matrix products (`bench/floor.py`) run
-as one more contender: the time nobody's update gets below.
+Online: the same environment, networks, batch, number of critics, updates per step and random first steps; steps are
+counted inside the environment (`bench/step_counter.py`). Offline: the same dataset, networks, batch, number of critics
+and of sampled actions, no evaluation; a step is a gradient step, which includes sampling the batch. Everything else is
+each program's default, its logging included. The programs run in alternation (`bench/alternate.py`), and the update's
+bare matrix products (`bench/floor.py`) run as one more contender: the time nobody's update gets below.
 """
 
 import csv
@@ -19,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,27 +29,36 @@ from typing import Any, Literal
 import tyro
 
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
+from bench.floor import PRODUCTS
+from bench.load import make_file
+from bench.rounds import report, write_rounds
 from bench.step_counter import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
 ROLLOUT = 2048  # PPO's steps of a round, of all environments together
-FLOOR_WARM_UPDATES = 100
+TRANSITIONS = 1_000_000  # of the dataset, where none is given: as many as in most of D4RL's
+WARM_UPDATES = 100  # where nothing is compiled
 WARM_UP_TIMEOUT = 900.0
-QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
-PACKAGES = ["torch", "numpy", "gymnasium", "mujoco", "stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax"]
+PACKAGES = ["torch", "numpy", "gymnasium", "mujoco"]
+PACKAGES += ["stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax", "d3rlpy"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """How one algorithm is started: ours as a command, each peer as a class with keyword arguments."""
 
-    ours: tuple[str, ...]
+    ours: str
     peers: dict[str, str]
     peer_arguments: dict[str, Any]
     warm_steps: int  # whatever is compiled is compiled by then
-    has_floor: bool = True
+    offline: bool = False
+
+    @property
+    def venv(self) -> str:
+        """Where the peers are installed."""
+        return ".venv-d3rlpy" if self.offline else ".venv-peers"
 
 
 OFF_POLICY = {
@@ -59,34 +69,38 @@ OFF_POLICY = {
 }
 ALGORITHMS = {
     "sac": Algorithm(
-        ours=("algos/sac.py", "--learning-starts", str(LEARNING_STARTS)),
+        ours=f"algos/sac.py --learning-starts {LEARNING_STARTS}",
         peers={"sb3": "stable_baselines3:SAC", "sbx": "sbx:SAC"},
         peer_arguments=OFF_POLICY | {"policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
         warm_steps=LEARNING_STARTS + 300,
     ),
     "td3": Algorithm(
-        ours=("algos/td3.py", "--learning-starts", str(LEARNING_STARTS)),
+        ours=f"algos/td3.py --learning-starts {LEARNING_STARTS}",
         peers={"sb3": "stable_baselines3:TD3", "sbx": "sbx:TD3"},
         peer_arguments=OFF_POLICY | {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
         warm_steps=LEARNING_STARTS + 300,
-        has_floor=False,
     ),
     "ppo": Algorithm(
-        ours=(
-            "algos/ppo.py",
-            "--rollout-steps",
-            str(ROLLOUT),
-            "--minibatch-size",
-            "64",
-            "--epochs",
-            "10",
-            "--normalize-advantages",
-            "--no-recompute-advantages",
-        ),
+        ours=f"algos/ppo.py --rollout-steps {ROLLOUT} --minibatch-size 64 --epochs 10 "
+        "--normalize-advantages --no-recompute-advantages",
         peers={"sb3": "stable_baselines3:PPO", "sbx": "sbx:PPO"},
         peer_arguments={"n_steps": ROLLOUT, "batch_size": 64, "n_epochs": 10, "policy_kwargs": {"net_arch": [64, 64]}},
         warm_steps=3 * ROLLOUT,
-        has_floor=False,
+    ),
+    "iql": Algorithm(
+        ours="bench/count_updates.py algos/iql.py --hidden 256 256",
+        peers={"d3rlpy": "IQL"},
+        peer_arguments={},
+        warm_steps=WARM_UPDATES,
+        offline=True,
+    ),
+    "cql": Algorithm(
+        ours="bench/count_updates.py algos/cql.py --hidden 256 256 --critic-hidden 256 256 "
+        "--cql-weight 5 --lagrange-gap 0",
+        peers={"d3rlpy": "CQL"},
+        peer_arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier here either
+        warm_steps=WARM_UPDATES,
+        offline=True,
     ),
 }
 
@@ -95,20 +109,22 @@ ALGORITHMS = {
 class Args:
     """What is measured, and for how long."""
 
-    algo: Literal["sac", "td3", "ppo"] = "sac"
-    """The algorithm."""
+    algo: Literal["sac", "td3", "ppo", "iql", "cql"] = "sac"
+    """The algorithm; the last two learn from a dataset, beside d3rlpy."""
     env: str = "HalfCheetah-v4"
-    """Any environment that Gymnasium itself registers."""
+    """Any environment that Gymnasium itself registers; the dataset's, where there is one."""
     num_envs: int = 1
-    """Environments in each program."""
+    """Environments in each program, where it learns online."""
+    dataset: Path | None = None
+    """A file in D4RL's layout; one of HalfCheetah's shapes and random content unless given."""
     rounds: int = 10
     """Rounds; in each every program runs once, in a new order."""
     slice_seconds: float = 4.0
     """How long each runs in a round."""
-    peers: tuple[Literal["sb3", "sbx"], ...] = ("sb3", "sbx")
-    """Whom to run beside ours."""
-    peers_python: Path = ROOT / ".venv-peers" / "bin" / "python"
-    """The Python that has bench/peers-requirements.txt installed."""
+    peers: tuple[Literal["sb3", "sbx", "d3rlpy"], ...] = ("sb3", "sbx", "d3rlpy")
+    """Whom to run beside ours, of those that have the algorithm."""
+    peers_python: Path | None = None
+    """The Python that has them installed; that of .venv-peers or .venv-d3rlpy unless given."""
     ours: str = ""
     """Our program with its own flags, if not the algorithm's file; the common flags are put behind it."""
     out: Path | None = None
@@ -121,22 +137,38 @@ def environment() -> dict[str, str]:
     return {**env, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
 
-def commands(args: Args, run_dir: Path) -> dict[str, list[str]]:
+def peers(args: Args) -> list[str]:
+    """Those to be run."""
+    return [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
+
+
+def python_of_peers(args: Args) -> Path:
+    """The Python that has them installed."""
+    return args.peers_python or ROOT / ALGORITHMS[args.algo].venv / "bin" / "python"
+
+
+def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     """The command of every contender, ours first and the floor last."""
-    algorithm, env_id = ALGORITHMS[args.algo], counted(args.env)
-    ours = shlex.split(args.ours) if args.ours else [sys.executable, *algorithm.ours]
-    ours += ["--env", env_id, "--total-steps", str(FOREVER), "--eval-every", str(FOREVER)]
-    ours += ["--run-dir", str(run_dir), "--seed", "0", "--num-envs", str(args.num_envs)]
+    algorithm = ALGORITHMS[args.algo]
     theirs = dict(algorithm.peer_arguments)
-    if "n_steps" in theirs:  # theirs are those of each environment
-        theirs["n_steps"] //= args.num_envs
-    arguments = json.dumps(theirs)
-    peers: dict[str, list[str]] = {
-        peer: [str(args.peers_python), "bench/peer.py", algorithm.peers[peer], env_id, str(args.num_envs), arguments]
-        for peer in args.peers
-    }
-    floor = {"floor": [sys.executable, "bench/floor.py", args.algo, env_id]} if algorithm.has_floor else {}
-    return {"ours": ours, **peers, **floor}
+    if algorithm.offline:
+        env_id, data = args.env, str((args.dataset or folder / "data.hdf5").resolve())
+        steps = ["--dataset", data, "--offline-steps", str(FOREVER)]
+        script, places = "bench/offline_peer.py", [data, str(folder / "d3rlpy")]
+    else:
+        env_id, steps = counted(args.env), ["--total-steps", str(FOREVER)]
+        script, places = "bench/peer.py", [env_id, str(args.num_envs)]
+        if "n_steps" in theirs:  # theirs are those of each environment
+            theirs["n_steps"] //= args.num_envs
+    ours = shlex.split(args.ours) if args.ours else [sys.executable, *shlex.split(algorithm.ours)]
+    ours += ["--env", env_id, *steps, "--eval-every", str(FOREVER)]
+    ours += ["--run-dir", str(folder / "run"), "--seed", "0", "--num-envs", str(args.num_envs)]
+    lines = {"ours": ours}
+    for peer in peers(args):
+        lines[peer] = [str(python_of_peers(args)), script, algorithm.peers[peer], *places, json.dumps(theirs)]
+    if args.algo in PRODUCTS:
+        lines["floor"] = [sys.executable, "bench/floor.py", args.algo, env_id]
+    return lines
 
 
 def versions(python: str | Path) -> str:
@@ -165,28 +197,21 @@ def describe(args: Args) -> dict[str, str]:
     git = subprocess.run(
         ["git", "--no-optional-locks", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
+    offline = ALGORITHMS[args.algo].offline
+    where = f"on a dataset of {args.env}" if offline else f"on {args.env}, {args.num_envs} environment(s)"
     return {
-        "algorithm": f"{args.algo} on {args.env}, {args.num_envs} environment(s)",
+        "algorithm": f"{args.algo} {where}",
+        **(
+            {"dataset": args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"} if offline else {}
+        ),
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
         "commit": git.stdout.strip() or "unknown",
         "processor": f"{processor()}, {os.cpu_count()} cores",
         "system": platform.platform(),
-        "ours": args.ours or " ".join(ALGORITHMS[args.algo].ours),
+        "ours": args.ours or ALGORITHMS[args.algo].ours,
         "versions of ours": versions(sys.executable),
-        **({"versions of the peers": versions(args.peers_python)} if args.peers else {}),
+        **({"versions of the peers": versions(python_of_peers(args))} if peers(args) else {}),
     }
-
-
-def write_rounds(path: Path, facts: dict[str, str], rounds: Iterable[Iterable[Slice]]) -> None:
-    """The raw slices as a CSV; the facts go before them on lines that begin with #."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in facts.items())
-        writer = csv.writer(file)
-        writer.writerow(["round", "contender", "steps", "seconds", "steps_per_second", "cores", "cores_of_others"])
-        for s in (s for slices in rounds for s in slices):
-            numbers = (s.seconds, s.steps_per_second, s.cores, s.cores_of_others)
-            writer.writerow([s.round, s.contender, s.steps, *(f"{number:.4f}" for number in numbers)])
 
 
 def has_losses(metrics: Path) -> bool:
@@ -202,50 +227,11 @@ def update_times(metrics: Path, start: int) -> list[float]:
     return [float(row[2]) for row in rows if len(row) == 3 and row[1] == "time/update_ms"]
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Median (least to greatest)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
-
-def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
-    """The figures: each contender's speed, then ours against each within the rounds."""
-    by_name: dict[str, list[Slice]] = {}
-    for s in (s for slices in rounds for s in slices):
-        by_name.setdefault(s.contender, []).append(s)
-    names = [name for name in ("ours", "sb3", "sbx", "floor") if name in by_name]
-    rate = {name: [s.steps_per_second for s in by_name[name]] for name in names}
-    lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
-    for name in names:
-        cores = spread([s.cores for s in by_name[name]], 2)
-        others = spread([s.cores_of_others for s in by_name[name]], 2)
-        lines.append(f"{name:8}{spread(rate[name], 1):>24}{cores:>20}{others:>20}")
-    lines.append("")
-    for name in (name for name in names if name in ("sb3", "sbx")):
-        ratios = [ours / theirs for ours, theirs in zip(rate["ours"], rate[name], strict=True)]
-        lines.append(f"ours / {name}: {spread(ratios, 2)} times as many steps/s")
-    if "floor" in rate:
-        floor_ms = [1000 / r for r in rate["floor"]]
-        above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
-        lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
-        lines.append(f"ours / floor: {spread(above, 2)}, whole environment step with one update")
-        if updates:
-            alone = statistics.median(updates)
-            times = f"{alone:.2f} ms, {alone / statistics.median(floor_ms):.2f} floors"
-            lines.append(f"our update alone: {times} (median of {len(updates)} log intervals)")
-        else:
-            lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
-    disturbed = statistics.median(s.cores_of_others for slices in rounds for s in slices)
-    if disturbed > QUIET:
-        lines.append(f"NOT TO BE CITED: other work took {disturbed:.2f} cores meanwhile; repeat on a quiet machine")
-    return "\n".join(lines)
-
-
 def main(args: Args) -> None:
     """Warm everyone up alone, alternate, report."""
-    if args.peers and not args.peers_python.exists():
-        raise ContenderError(
-            f"{args.peers_python} is missing: see bench/peers-requirements.txt, or leave --peers empty"
-        )
+    if peers(args) and not python_of_peers(args).exists():
+        cure = f"make {ALGORITHMS[args.algo].venv}/installed, or leave --peers empty"
+        raise ContenderError(f"{python_of_peers(args)} is missing: {cure}")
     facts = describe(args)
     for key, value in facts.items():
         print(f"{key}: {value}")
@@ -253,10 +239,13 @@ def main(args: Args) -> None:
     out = args.out or ROOT / "results" / "speed" / f"{args.algo}-{args.env.replace('/', '_')}-{stamp}.csv"
     with contest() as (contenders, folder):
         metrics = folder / "run" / "metrics.csv"
-        for name, command in commands(args, folder / "run").items():
-            warm = FLOOR_WARM_UPDATES if name == "floor" else ALGORITHMS[args.algo].warm_steps
+        algorithm = ALGORITHMS[args.algo]
+        if algorithm.offline and not args.dataset:
+            make_file(folder / "data.hdf5", TRANSITIONS)
+        for name, command in commands(args, folder).items():
+            warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
-            needs = {"learns": partial(has_losses, metrics)} if name == "ours" else {}
+            needs = {"learns": partial(has_losses, metrics)} if name == "ours" and not algorithm.offline else {}
             contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT, **needs))
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contenders[-1].threads())

@@ -11,12 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import PENDULUM, flags
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
-from bench.floor import BATCH, CRITICS, HIDDEN, fastest, sac_products, ways
-from bench.speed import Args, commands, has_losses, report, update_times, write_rounds
+from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
+from bench.rounds import read_rounds, report, write_rounds
+from bench.speed import ALGORITHMS, Args, commands, has_losses, update_times
 from bench.step_counter import COUNTER_FILE, counted, read_steps
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +43,22 @@ while True:
     count()
 """
 
+# d3rlpy's loop until its eighth update: seven are made.
+SEVEN_UPDATES = """
+import runpy, sys
+import d3rlpy
+base = d3rlpy.algos.qlearning.base.QLearningAlgoBase
+update, made = base.update, []
+def limited(self, batch):
+    if len(made) == 7:
+        raise SystemExit
+    made.append(update(self, batch))
+    return made[-1]
+base.update = limited
+runpy.run_path("bench/offline_peer.py", run_name="__main__")
+"""
+D3RLPY = ROOT / ".venv-d3rlpy" / "bin" / "python"
+
 
 def ticking(name: str, seconds: float, folder: Path, warm_steps: int = 4) -> Contender:
     return Contender(name, [sys.executable, "-c", TICK, str(seconds)], ENV, folder, warm_steps)
@@ -61,6 +79,26 @@ def test_steps_are_counted_across_processes(tmp_path: Path, env_id: str) -> None
         assert read_steps(file) == 900
     else:  # the vector environment spends a turn of an environment on its reset, which is no step
         assert 0 < read_steps(file) < 900
+
+
+def test_our_gradient_steps_on_a_dataset_are_counted(tmp_path: Path) -> None:
+    """They alone: neither what is evaluated nor the online steps behind them."""
+    env, run = {**ENV, COUNTER_FILE: str(tmp_path / "steps")}, ["--run-dir", str(tmp_path / "run")]
+    line = [sys.executable, "bench/count_updates.py", "algos/iql.py", *flags("iql", offline_steps=70, online_steps=30)]
+    subprocess.run([*line, *run], cwd=ROOT, env=env, check=True, capture_output=True)
+    assert read_steps(tmp_path / "steps") == 70
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+@pytest.mark.skipif(not D3RLPY.exists(), reason="make .venv-d3rlpy/installed")
+@pytest.mark.parametrize("algo", [name for name, algorithm in ALGORITHMS.items() if algorithm.offline])
+def test_d3rlpys_gradient_steps_are_counted(tmp_path: Path, algo: str) -> None:
+    """With the very arguments that it is run with; its logs go where they are told to."""
+    line = commands(Args(algo=algo, dataset=PENDULUM), tmp_path)["d3rlpy"]
+    env = {**ENV, COUNTER_FILE: str(tmp_path / "steps")}
+    subprocess.run([line[0], "-c", SEVEN_UPDATES, *line[2:]], cwd=ROOT, env=env, check=True, capture_output=True)
+    assert read_steps(tmp_path / "steps") == 7
+    assert list((tmp_path / "d3rlpy").glob("*/params.json"))
 
 
 def test_a_counted_environment_says_what_it_needs() -> None:
@@ -147,7 +185,8 @@ def test_a_contender_is_not_warm_before_it_learns() -> None:
         contenders[0].warm_up(10)
 
 
-def test_floor_has_the_flops_of_the_losses_by_autograd() -> None:
+@pytest.mark.parametrize("algo", PRODUCTS)
+def test_floor_has_the_flops_of_the_losses_by_autograd(algo: str) -> None:
     """PyTorch's own counter over the two losses, written plainly, one critic at a time."""
     o, a, h, b = 17, 6, HIDDEN, BATCH
 
@@ -157,20 +196,27 @@ def test_floor_has_the_flops_of_the_losses_by_autograd() -> None:
     def mlp(x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
         return F.relu(F.relu(x @ w[0]) @ w[1]) @ w[2]
 
+    def values(states: torch.Tensor, actions: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
+        """From the first layer's product with the observations: autograd too asks for the action's columns only."""
+        return F.relu(F.relu(states + actions @ w[0][o:]) @ w[1]) @ w[2]
+
     actor, obs, next_obs, actions = layers(o, h, h, 2 * a), torch.randn(b, o), torch.randn(b, o), torch.randn(b, a)
+    if algo == "cql":  # ten times three, and the dataset's
+        actions = torch.randn(31, b, a)
     critics = [layers(o + a, h, h, 1) for _ in range(CRITICS)]
     with FlopCounterMode(display=False) as counter:
         with torch.no_grad():
             next_actions = mlp(next_obs, actor)[:, :a].tanh()
             target = torch.stack([mlp(torch.cat([next_obs, next_actions], 1), w) for w in critics]).amin(0)
-        sum(((mlp(torch.cat([obs, actions], 1), w) - target) ** 2).mean() for w in critics).backward()
+        states = [obs @ w[0][:o] for w in critics]
+        sum(((values(s, actions, w) - target) ** 2).mean() for s, w in zip(states, critics, strict=True)).backward()
         pi = mlp(obs, actor)[:, :a].tanh()
         frozen = [[x.detach() for x in w] for w in critics]
-        # The first layer in two parts, so that autograd too asks for the action's columns only.
-        first = [(obs @ w[0][:o] + pi @ w[0][o:]) for w in frozen]
-        q = torch.stack([F.relu(F.relu(x) @ w[1]) @ w[2] for x, w in zip(first, frozen, strict=True)]).amin(0)
+        # SAC's critics have moved by now; CQL's have not.
+        states = [s.detach() for s in states] if algo == "cql" else [obs @ w[0][:o] for w in frozen]
+        q = torch.stack([values(s, pi, w) for s, w in zip(states, frozen, strict=True)]).amin(0)
         (-q.mean()).backward()
-    assert sum(product.flops for product in sac_products(o, a)) == counter.get_total_flops()
+    assert sum(product.flops for product in PRODUCTS[algo](o, a)) == counter.get_total_flops()
 
 
 def test_every_way_to_a_product_computes_and_the_fastest_is_chosen() -> None:
@@ -197,6 +243,8 @@ def test_report_and_csv(tmp_path: Path) -> None:
     lines = (tmp_path / "a" / "rounds.csv").read_text().split()
     assert lines[:3] == ["#", "processor:", "p"]
     assert len(lines) == 4 + 9
+    facts, read = read_rounds(tmp_path / "a" / "rounds.csv")
+    assert (facts, read["sb3"]) == ({"processor": "p"}, [100.0] * 3)
 
 
 def test_only_updates_within_the_rounds_are_read(tmp_path: Path) -> None:
@@ -213,3 +261,11 @@ def test_all_get_the_same_environment_and_number_of_it(tmp_path: Path) -> None:
     assert all(counted("Hopper-v4") in line for line in lines.values())
     assert lines["ours"][-2:] == ["--num-envs", "3"]
     assert lines["sb3"][4] == lines["sbx"][4] == "3"
+
+
+@pytest.mark.parametrize("algo", ["iql", "cql"])
+def test_all_get_the_same_dataset_and_no_counted_environment(tmp_path: Path, algo: str) -> None:
+    lines = commands(Args(algo=algo), tmp_path)
+    assert list(lines) == ["ours", "d3rlpy", *(["floor"] if algo in PRODUCTS else [])]
+    assert all(str(tmp_path / "data.hdf5") in lines[name] for name in ("ours", "d3rlpy"))
+    assert not any(counted("HalfCheetah-v4") in line for line in lines.values())
