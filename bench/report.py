@@ -18,7 +18,6 @@ import numpy as np
 import tyro
 
 from bench.offline_report import d3rlpy_table, interquartile_mean, offline_table, online_table
-
 from bench.rounds import read_rounds
 
 mpl.use("Agg")
