@@ -61,7 +61,7 @@ class OfflineArgs(RunArgs):
     buffer_size: int = 1_000_000
     """Online transitions that the replay buffer holds."""
     init_from: Path | None = None
-    """A run folder of the same algorithm, whose agent this run begins with."""
+    """A run folder of the same algorithm, with whose networks this run begins."""
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
@@ -190,14 +190,21 @@ class Switch:
         return {"dataset": self._fingerprint, "unfinished": unfinished}
 
     def begin(self, agent: object) -> None:
-        """Gives the agent of a new run what --init-from says."""
+        """Gives the agent of a new run the networks of --init-from, and the moments of their optimisers."""
         if self.args.init_from is not None:
             path = self.args.init_from / "checkpoint" / "state.pt"
             if not path.exists():
                 raise InputError(
                     f"{self.args.init_from} is not a run folder with a checkpoint: give another --init-from"
                 )
-            checkpoint.restore(agent, checkpoint.load(path)["agent"])
+            theirs = checkpoint.load(path)["agent"]
+            for name, own in checkpoint.state_of(agent).items():  # settings, counters and noise are this run's
+                kind = vars(agent)[name]
+                if isinstance(kind, torch.Generator | int | float):
+                    theirs[name] = own
+                elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
+                    theirs[name]["param_groups"] = own["param_groups"]
+            checkpoint.restore(agent, theirs)
 
     def add(
         self,

@@ -254,10 +254,19 @@ class TestRuns:
     def test_a_run_begins_with_another_runs_agent(self, small: Any, tmp_path: Path) -> None:
         first = small("iql", offline_steps=60, online_steps=0, run_dir=tmp_path / "first")
         module("iql").train(first)
-        args = small("iql", offline_steps=0, online_steps=10, retain="none", warmup_steps=100, init_from=first.run_dir)
+        args = small("iql", offline_steps=0, online_steps=10, retain="none", warmup_steps=100, init_from=first.run_dir,
+                     actor_lr=1e-3, temperature=7.0, seed=2)  # fmt: skip
         module("iql").train(args)
         states = [final_state(folder)["agent"] for folder in (first.run_dir, args.run_dir)]
         assert all(same(states[0][name], states[1][name]) for name in ("actor", "critic", "value"))
+        moments = [state["actor_optimizer"]["state"] for state in states]
+        assert same(*moments)
+        assert all(moment["exp_avg"].any() for moment in moments[0].values())
+        # The first run's learning rate had fallen to 0 as a cosine: this run's own flags hold.
+        rates = [state["actor_optimizer"]["param_groups"][0]["lr"] for state in states]
+        assert rates == pytest.approx([0.0, 1e-3], abs=1e-6)
+        assert (states[0]["temperature"], states[1]["temperature"]) == (3.0, 7.0)
+        assert not same(states[0]["generator"], states[1]["generator"])
         bad = dataclasses.replace(args, init_from=tmp_path / "nowhere", run_dir=tmp_path / "bad")
         with pytest.raises(InputError, match=r"nowhere is not a run folder"):
             module("iql").train(bad)
