@@ -89,12 +89,13 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     """The arguments with the dataset's environment, and with what was left at None as the paper has it in the domain,
     which it says.
 
-    `presets`: by domain, locomotion, antmaze, maze2d, adroit or kitchen; locomotion's where one has none of its own.
+    `presets`: by domain, locomotion, antmaze, maze2d, adroit or kitchen; locomotion's where one has none of its own;
+    empty where nothing depends on it.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
     of = domain(args.env or recording.env or "", args.task)
-    preset = {k: v for k, v in presets.get(of, presets["locomotion"]).items() if getattr(args, k) is None}
+    preset = {k: v for k, v in presets.get(of, presets.get("locomotion", {})).items() if getattr(args, k) is None}
     if preset:
         sys.stderr.write(f"preset for {of}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
     return dataclasses.replace(args, **chosen, **preset)
@@ -118,8 +119,11 @@ class Switch:
         reward_scale: float = 1.0,
         reward_shift: float = 0.0,
         normalize_returns: bool = False,
+        top: float = 1.0,
     ) -> None:
         """The rewards' arguments are those of `offline.dataset.load`; online rewards get the same.
+
+        `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
 
         Raises InputError as `load` does, and where nobody knows the dataset's environment.
         """
@@ -128,6 +132,8 @@ class Switch:
             args.dataset, run.device, reward_scale=reward_scale, reward_shift=reward_shift,
             normalize_returns=normalize_returns, compat=args.d4rl_compat, horizon=args.horizon,
         )  # fmt: skip
+        if top < 1.0:
+            self.dataset = self.dataset.top(top)
         if not (args.env or self.dataset.env):
             raise InputError(f"{args.dataset} does not say what environment evaluates it: give --env")
         self.env = args.env or str(self.dataset.env)

@@ -35,9 +35,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "sac": COMMON | OFF_POLICY,
     "td3": COMMON | OFF_POLICY,
     "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
+    "bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
     "iql": COMMON | {"batch_size": 16, "buffer_size": 10_000},
 }
-OFFLINE = ("iql",)  # these begin with a dataset
+OFFLINE = ("bc", "iql")  # these begin with a dataset
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 
