@@ -37,8 +37,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
     "bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
     "iql": COMMON | {"batch_size": 16, "buffer_size": 10_000},
+    "td3_bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
 }
-OFFLINE = ("bc", "iql")  # these begin with a dataset
+OFFLINE = ("bc", "iql", "td3_bc")  # these begin with a dataset
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 

@@ -113,6 +113,7 @@ def test_bad_flags(
         ("td3", ["--policy-delay", "0"], ["--policy-delay is 0"]),
         ("td3", ["--target-noise", "-0.2"], ["--target-noise is -0.2"]),
         ("bc", ["--dataset", str(PENDULUM), "--top", "1.5"], ["--top is 1.5"]),
+        ("td3_bc", ["--dataset", str(PENDULUM), "--alpha", "0"], ["--alpha is 0"]),
         ("iql", [], ["--dataset is missing"]),
         ("iql", ["--dataset", "hoper-medium-v2"], ["no dataset hoper-medium-v2", "hopper-medium-v2"]),
         ("iql", ["--dataset", "nowhere.hdf5"], ["no file nowhere.hdf5"]),

@@ -29,7 +29,7 @@ OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 def test_of_a_run(algo: str, small):
     module(algo).train(args := small(algo, total_steps=100))
     args = with_presets(args, getattr(module(algo), "PRESETS", {})) if algo in OFFLINE else args
-    agent = getattr(module(algo), algo.upper())(args, 3, 1, torch.device("cpu"))
+    agent = getattr(module(algo), algo.upper().replace("_", ""))(args, 3, 1, torch.device("cpu"))
     checkpoint.restore(agent, final_state(args.run_dir)["agent"])
     policy = load_policy(str(args.run_dir), PENDULUM, 0, deterministic=True)
     assert policy(OBS).tobytes() == agent.act(OBS, deterministic=True).tobytes()

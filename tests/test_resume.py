@@ -72,6 +72,7 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
         ("ppo", "Hopper-v4", 2, "sync"),
         ("iql", "Pendulum-v1", 1, "sync"),
         ("iql", "Pendulum-v1", 2, "sync"),
+        ("td3_bc", "Pendulum-v1", 1, "sync"),
     ],
 )
 def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
@@ -108,6 +109,7 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
         ("td3", signal.SIGTERM, 143, "sync"),
         ("ppo", signal.SIGINT, 130, "sync"),
         ("iql", signal.SIGTERM, 143, "sync"),
+        ("td3_bc", signal.SIGINT, 130, "sync"),
     ],
 )
 def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
