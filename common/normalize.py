@@ -1,4 +1,4 @@
-"""Running mean and variance, and the normalisation of observations and rewards by them."""
+"""The normalisation of observations and rewards, by running statistics or by those of a dataset."""
 
 import numpy as np
 import torch
@@ -46,6 +46,31 @@ class RunningNormalizer(nn.Module):
         self.count.copy_(count)
         self.shift.copy_(self.mean)
         self.scale.copy_((self.variance + 1e-8).rsqrt())
+
+
+class FixedNormalizer(nn.Module):
+    """Maps values to (values - mean) / (deviation + epsilon) by statistics that are set once; changes nothing before.
+
+    Its buffers are the statistics, so that they travel in a checkpoint. It does not clip.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, dim: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """values [..., dim]."""
+        return (values - self.mean) / self.scale
+
+    def set_statistics(self, mean: NDArray[np.float32], deviation: NDArray[np.float32]) -> None:
+        """Mean and standard deviation, [dim] each."""
+        self.mean.copy_(torch.from_numpy(mean))
+        self.scale.copy_(torch.from_numpy(deviation) + self.epsilon)
 
 
 class RewardScaler(nn.Module):

@@ -113,7 +113,7 @@ def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, determinis
         # A list is what JSON made of a tuple. The seed is that of the agent's generator.
         arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in run.arguments.items()}
         arguments |= {"run_dir": None, "device": "cpu", "compile": False, "seed": seed}
-        args, agent_class = module.Args(**arguments), getattr(module, run.algo.upper())
+        args, agent_class = module.Args(**arguments), getattr(module, run.algo.upper().replace("_", ""))
         agent = agent_class(args, obs_dim, action_dim, torch.device("cpu"))
         own = {name: value.get_state() for name, value in vars(agent).items() if isinstance(value, torch.Generator)}
         checkpoint.restore(agent, run.state["agent"] | own)

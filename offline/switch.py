@@ -91,12 +91,12 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     which it says.
 
     `presets`: by domain, locomotion, antmaze, maze2d, adroit, adroit-binary or kitchen; those of adroit for the binary
-    tasks and of locomotion for others where one has none of its own.
+    tasks and of locomotion for others where one has none of its own; empty where nothing depends on it.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
     of = domain(args.env or recording.env or "", args.task)
-    found = presets.get(of) or presets.get(of.removesuffix("-binary")) or presets["locomotion"]
+    found = presets.get(of) or presets.get(of.removesuffix("-binary")) or presets.get("locomotion", {})
     preset = {k: v for k, v in found.items() if getattr(args, k) is None and v is not None}
     if preset:
         sys.stderr.write(f"preset for {of}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
@@ -122,11 +122,13 @@ class Switch:
         reward_scale: float = 1.0,
         reward_shift: float = 0.0,
         normalize_returns: bool = False,
+        top: float = 1.0,
         discount: float | None = None,
         failure: float | None = None,
     ) -> None:
         """The rewards' arguments are those of `offline.dataset.load`; online rewards get the same.
 
+        `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
         `discount`: batches get returns-to-go with it (Cal-QL); an online episode is sampled once it is finished then.
         `failure`: as in `Dataset.return_to_go`, but of the raw reward.
 
@@ -137,6 +139,8 @@ class Switch:
             args.dataset, run.device, reward_scale=reward_scale, reward_shift=reward_shift,
             normalize_returns=normalize_returns, compat=args.d4rl_compat, horizon=args.horizon,
         )  # fmt: skip
+        if top < 1.0:
+            self.dataset = self.dataset.top(top)
         if not (args.env or self.dataset.env):
             raise InputError(f"{args.dataset} does not say what environment evaluates it: give --env")
         self.env = args.env or str(self.dataset.env)

@@ -35,11 +35,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "sac": COMMON | OFF_POLICY,
     "td3": COMMON | OFF_POLICY,
     "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
+    "bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
     "iql": COMMON | {"batch_size": 16, "buffer_size": 10_000},
     "cql": COMMON
     | {"batch_size": 16, "buffer_size": 10_000, "critic_hidden": (16, 16), "cql_actions": 2, "calibrated": True},
+    "td3_bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
 }
-OFFLINE = ("cql", "iql")  # these begin with a dataset
+OFFLINE = ("bc", "cql", "iql", "td3_bc")  # these begin with a dataset
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 

@@ -95,6 +95,8 @@ def test_bad_flags(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, arguments: list[str], named: list[str]
 ):
     monkeypatch.chdir(tmp_path)
+    if algo == "bc" and "--gamma" in arguments:
+        pytest.skip("imitation discounts nothing")
     data = ["--dataset", str(PENDULUM)] if algo in OFFLINE else []
     assert_refused(run(*data, *arguments, algo=algo), 2, *named)
     assert list(tmp_path.iterdir()) == []
@@ -110,6 +112,8 @@ def test_bad_flags(
         ("sac", ["--buffer-size", "1000000000000"], ["GB", "--buffer-size"]),
         ("td3", ["--policy-delay", "0"], ["--policy-delay is 0"]),
         ("td3", ["--target-noise", "-0.2"], ["--target-noise is -0.2"]),
+        ("bc", ["--dataset", str(PENDULUM), "--top", "1.5"], ["--top is 1.5"]),
+        ("td3_bc", ["--dataset", str(PENDULUM), "--alpha", "0"], ["--alpha is 0"]),
         ("iql", [], ["--dataset is missing"]),
         ("iql", ["--dataset", "hoper-medium-v2"], ["no dataset hoper-medium-v2", "hopper-medium-v2"]),
         ("iql", ["--dataset", "nowhere.hdf5"], ["no file nowhere.hdf5"]),
@@ -157,8 +161,8 @@ def test_a_folder_of_other_arguments(run, small, algo: str):
     module(algo).train(args)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     data = ["--dataset", str(PENDULUM)] if algo in OFFLINE else []
-    result = run(*data, "--env", "Pendulum-v1", "--run-dir", str(folder), "--gamma", "0.9", algo=algo)
-    assert_refused(result, 2, "gamma (0.99 there, 0.9 here)", "--run-dir", "delete")
+    result = run(*data, "--env", "Pendulum-v1", "--run-dir", str(folder), "--seed", "7", algo=algo)
+    assert_refused(result, 2, "seed (1 there, 7 here)", "--run-dir", "delete")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -235,7 +239,7 @@ def test_non_finite_loss(run, tmp_path: Path, algo: str):
 
 
 @every_algorithm
-@pytest.mark.parametrize("kilobytes", [2, 20])
+@pytest.mark.parametrize("kilobytes", [2, 10])
 def test_a_full_disk(tmp_path: Path, algo: str, kilobytes: int):
     """Files may not grow beyond a few kB (logs, replay rows, state): exit 1; with room, the same command goes on."""
     line = flags(algo, run_dir=tmp_path / "run", checkpoint_every=50)

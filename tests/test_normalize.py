@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.normalize import RewardScaler, RunningNormalizer
+from common.normalize import FixedNormalizer, RewardScaler, RunningNormalizer
 
 
 def test_statistics_equal_those_of_all_batches_together():
@@ -50,3 +50,15 @@ def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
             sums[dones[t]] = 0.0
         np.testing.assert_allclose(got, rewards / np.std(seen), rtol=1e-5)
     assert scaler(np.full((1, 2), 1e6, np.float32), np.zeros((1, 2), bool)).max() <= 10.0
+
+
+def test_fixed_statistics_do_not_move_and_are_part_of_the_state():
+    rng = np.random.default_rng(2)
+    mean, deviation = np.float32([5.0, -300.0]), np.float32([0.1, 0.0])
+    values = torch.from_numpy(rng.normal(mean, 20.0, (100, 2)).astype(np.float32))
+    normalizer, other = FixedNormalizer(2, epsilon=1e-3), FixedNormalizer(2, epsilon=1e-3)
+    assert torch.equal(normalizer(values), values)  # nothing is known yet
+    normalizer.set_statistics(mean, deviation)
+    np.testing.assert_allclose(normalizer(values), (values.numpy() - mean) / (deviation + 1e-3), rtol=1e-6)
+    other.load_state_dict(normalizer.state_dict())
+    assert torch.equal(other(values), normalizer(values))

@@ -28,8 +28,8 @@ OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 @every_algorithm
 def test_of_a_run(algo: str, small):
     module(algo).train(args := small(algo, total_steps=100))
-    args = with_presets(args, module(algo).PRESETS) if algo in OFFLINE else args
-    agent = getattr(module(algo), algo.upper())(args, 3, 1, torch.device("cpu"))
+    args = with_presets(args, getattr(module(algo), "PRESETS", {})) if algo in OFFLINE else args
+    agent = getattr(module(algo), algo.upper().replace("_", ""))(args, 3, 1, torch.device("cpu"))
     checkpoint.restore(agent, final_state(args.run_dir)["agent"])
     policy = load_policy(str(args.run_dir), PENDULUM, 0, deterministic=True)
     assert policy(OBS).tobytes() == agent.act(OBS, deterministic=True).tobytes()
@@ -42,7 +42,7 @@ def test_of_a_run(algo: str, small):
         load_policy(str(args.run_dir), PENDULUM, seed, deterministic=False)(OBS) for seed in (1, 1, 2)
     )
     assert first.tobytes() == again.tobytes()
-    assert (first != other).any()
+    assert (first != other).any() == (algo != "bc")  # which acts without noise
     assert np.abs(first).max() <= 1
 
 
