@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.onednn import IN_PLACE, WORTHWHILE, Activation, Layers, network
+from common.onednn import EPSILON, IN_PLACE, WORTHWHILE, Activation, Layers, network
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -38,15 +38,41 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias.unsqueeze(1), inputs.expand(len(weight), -1, -1), weight.mT)
 
 
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dimension (Ba et al. 2016), of each member of an ensemble with its own scale.
+
+    Shapes: weight and bias [width] or [ensemble, width]; maps [batch, width] or [ensemble, batch, width] to the same.
+    """
+
+    def __init__(self, width: int, ensemble: int | None = None) -> None:
+        super().__init__()
+        shape = (width,) if ensemble is None else (ensemble, width)
+        self.weight, self.bias = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.zeros(shape))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _layer_norm(inputs, self.weight, self.bias)
+
+
+def _layer_norm(inputs: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    if scale.dim() == 1:
+        return F.layer_norm(inputs, scale.shape, scale, shift, EPSILON)
+    return torch.addcmul(shift.unsqueeze(1), F.layer_norm(inputs, scale.shape[1:], eps=EPSILON), scale.unsqueeze(1))
+
+
 class MLP(nn.Sequential):
     """Linear or ensemble linear layers, activations between; large ones on the CPU are computed by `common.onednn`."""
 
     def __init__(self, activation: Activation, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.activation: Activation = activation
-        # Walking the modules at every call would take longer.
-        self._layers = [(layer.weight, layer.bias) for layer in layers if isinstance(layer, nn.Linear | EnsembleLinear)]
-        self._largest = max(weight.shape[-2] * weight.shape[-1] for weight, _ in self._layers)
+        # Walking the modules at every call would take longer. A layer norm belongs to the layer before it.
+        self._layers: list[tuple[Tensor, ...]] = []
+        for layer in layers:
+            if isinstance(layer, LayerNorm):
+                self._layers[-1] += (layer.weight, layer.bias)
+            elif isinstance(layer, nn.Linear | EnsembleLinear):
+                self._layers.append((layer.weight, layer.bias))
+        self._largest = max(layer[0].shape[-2] * layer[0].shape[-1] for layer in self._layers)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
@@ -54,21 +80,27 @@ class MLP(nn.Sequential):
 
     def member(self, index: int, inputs: Tensor) -> Tensor:
         """What one network of the ensemble alone gives: [batch, inputs] to [batch, outputs]."""
-        return self._through([(weight[index], bias[index]) for weight, bias in self._layers], inputs)
+        return self._through([tuple(part[index] for part in layer) for layer in self._layers], inputs)
 
     def _through(self, layers: Layers, inputs: Tensor) -> Tensor:
         large = inputs.device.type == "cpu" and len(inputs) * self._largest >= WORTHWHILE
         if large and inputs.dtype == torch.float32 and not torch.compiler.is_compiling():
             return network(self.activation, inputs, layers)
-        for weight, bias in layers[:-1]:
-            inputs = IN_PLACE[self.activation](_linear(inputs, weight, bias))
+        for weight, bias, *norm in layers[:-1]:
+            sums = _linear(inputs, weight, bias)
+            inputs = IN_PLACE[self.activation](_layer_norm(sums, *norm) if norm else sums)
         return _linear(inputs, *layers[-1])
 
 
 def mlp(
-    sizes: Sequence[int], generator: torch.Generator, ensemble: int | None = None, activation: Activation = "relu"
+    sizes: Sequence[int],
+    generator: torch.Generator,
+    ensemble: int | None = None,
+    activation: Activation = "relu",
+    layer_norm: bool = False,
 ) -> MLP:
-    """Network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given.
+    """Network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given; with
+    `layer_norm` each hidden layer is normalised before its activation.
 
     Weights and biases start as PyTorch's own do, uniform within ±1 / √inputs, but from the generator given.
     """
@@ -82,8 +114,9 @@ def mlp(
         bound = 1.0 / math.sqrt(inputs)
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
-        layers += [layer, nn.ReLU() if activation == "relu" else nn.Tanh()]
-    return MLP(activation, *layers[:-1])
+        layers += [layer, *([LayerNorm(outputs, ensemble)] if layer_norm else [])]
+        layers += [nn.ReLU() if activation == "relu" else nn.Tanh()]
+    return MLP(activation, *layers[: -2 if layer_norm else -1])
 
 
 def orthogonal(network: MLP, generator: torch.Generator, last_gain: float = math.sqrt(2.0)) -> MLP:

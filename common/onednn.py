@@ -6,6 +6,7 @@ layer spares what costs such small networks a tenth of their update.
 """
 
 import ctypes
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -18,7 +19,8 @@ AVAILABLE = torch.backends.mkldnn.is_available()
 WORTHWHILE = 2**20  # multiplications; with fewer, oneDNN's fixed 10 µs are more than it saves
 
 Activation = Literal["relu", "tanh"]
-Layers = Sequence[tuple[Tensor, Tensor]]
+Layers = Sequence[tuple[Tensor, ...]]  # weight, bias, and of a normalised layer its scale and shift
+EPSILON = 1e-6  # of layer norms: Flax's, whose networks of this kind are the published ones
 
 # Each looked up once: at every call that would take as long as a small product.
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default if AVAILABLE else None
@@ -40,10 +42,11 @@ def keep_freed_memory() -> None:
 
 
 def network(activation: Activation, inputs: Tensor, layers: Layers) -> Tensor:
-    """Linear `layers` (weight, bias), with `activation` between each two.
+    """Linear `layers` (weight, bias), with `activation` between each two, and before it a layer norm (scale, shift)
+    where a layer has one.
 
-    Shapes: inputs [batch, inputs], weights [outputs, inputs], biases [outputs] to [batch, outputs]; weights and biases
-    of an ensemble have one more dimension in front, and so has what it returns. Differentiable once.
+    Shapes: inputs [batch, inputs], weights [outputs, inputs], biases, scales and shifts [outputs] to [batch, outputs];
+    those of an ensemble have one more dimension in front, and so has what it returns. Differentiable once.
     """
     members = _members(layers)
     if not torch.is_grad_enabled():
@@ -63,18 +66,28 @@ def _members(layers: Layers) -> list[Layers]:
     if not _is_ensemble(layers[0][0]):
         return [layers]
     with torch.no_grad():
-        return list(zip(*(zip(weight.unbind(), bias.unbind(), strict=True) for weight, bias in layers), strict=True))
+        return list(zip(*(zip(*(part.unbind() for part in layer), strict=True) for layer in layers), strict=True))
 
 
 def _forward(activation: Activation, inputs: Tensor, members: list[Layers], hidden: list[Tensor]) -> list[Tensor]:
-    """Each member's outputs; the activations of the hidden layers, member by member, go into `hidden`."""
+    """Each member's outputs; the activations of the hidden layers, member by member, go into `hidden`, and behind each
+    what its layer norm was given, and the mean and inverse deviation of that.
+    """
     outputs = []
     for layers in members:
         activations = inputs
-        for weight, bias in layers[:-1]:
-            activations = _linear(activations, weight, bias, activation)
-            hidden.append(activations)
-        outputs.append(_linear(activations, *layers[-1]))
+        for weight, bias, *norm in layers[:-1]:
+            if norm:
+                sums = _linear(activations, weight, bias)
+                scale, shift = norm
+                activations, *statistics = torch.native_layer_norm(sums, sums.shape[1:], scale, shift, EPSILON)
+                IN_PLACE[activation](activations)
+                hidden += [activations, sums, *statistics]
+            else:
+                activations = _linear(activations, weight, bias, activation)
+                hidden.append(activations)
+        weight, bias = layers[-1]
+        outputs.append(_linear(activations, weight, bias))
     return outputs
 
 
@@ -98,16 +111,25 @@ class _Network(torch.autograd.Function):
         of_parameters: list[list[Tensor]] = []
         for layers, upstream in zip(members, gradient.unbind() if ctx.ensemble else [gradient], strict=True):
             delta, mine = upstream.contiguous(), []
-            activations = [inputs, *(next(hidden) for _ in layers[1:])]
+            before = [[inputs], *(list(itertools.islice(hidden, 4 if layer[2:] else 1)) for layer in layers[:-1])]
             for k in reversed(range(len(layers))):
+                activations, *normalized = before[k]
                 if any(parameters_need_it):
-                    mine += [delta.sum(0), _weight_gradient(delta, activations[k])]
+                    mine += [delta.sum(0), _weight_gradient(delta, activations)]
                 if k > 0 or inputs_need_it:
                     delta = _linear(delta, layers[k][0].t())
                 if k > 0 and ctx.activation == "relu":
-                    _RELU_BACKWARD(delta, activations[k], 0, grad_input=delta)
+                    _RELU_BACKWARD(delta, activations, 0, grad_input=delta)
                 elif k > 0:
-                    _TANH_BACKWARD(delta, activations[k], grad_input=delta)
+                    _TANH_BACKWARD(delta, activations, grad_input=delta)
+                if normalized:
+                    sums, *statistics = normalized
+                    needed = [True, any(parameters_need_it), any(parameters_need_it)]
+                    _, _, scale, shift = layers[k - 1]
+                    delta, of_scale, of_shift = torch.ops.aten.native_layer_norm_backward(
+                        delta, sums, sums.shape[1:], *statistics, scale, shift, needed
+                    )
+                    mine += [of_shift, of_scale] if needed[1] else []
             of_parameters.append(mine[::-1])
             if inputs_need_it:
                 of_inputs = delta if of_inputs is None else of_inputs + delta

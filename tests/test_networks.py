@@ -85,11 +85,14 @@ def test_ensemble_equals_its_members_one_by_one(outputs: int):
         torch.testing.assert_close(got, hidden @ last.weight[i].T + last.bias[i])
 
 
+@pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("ensemble", [None, 1, 3])
 @pytest.mark.parametrize("needed", ["all", "inputs", "parameters"])
-def test_network_and_its_gradients_equal_layer_by_layer_in_float64(ensemble: int | None, needed: str):
+def test_network_and_its_gradients_equal_layer_by_layer_in_float64(layer_norm: bool, ensemble: int | None, needed: str):
     """The one node of `common.onednn`, at sizes where oneDNN computes, against plain layers and autograd's own."""
-    net = mlp([23, 256, 200, 12], generator(), ensemble)
+    net = mlp([23, 256, 200, 12], generator(), ensemble, layer_norm=layer_norm)
+    for parameter in net.parameters():  # so that no scale is 1 and no shift 0
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator(3))
     exact = copy.deepcopy(net).double()
     inputs = torch.randn(300, 40, generator=generator(1))[:, 3:26].requires_grad_(needed != "parameters")  # strided
     double = inputs.detach().double().requires_grad_(needed != "parameters")
