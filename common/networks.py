@@ -78,8 +78,10 @@ class MLP(nn.Sequential):
         """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
         return self._through(self._layers, inputs)
 
-    def member(self, index: int, inputs: Tensor) -> Tensor:
-        """What one network of the ensemble alone gives: [batch, inputs] to [batch, outputs]."""
+    def member(self, index: int | Tensor, inputs: Tensor) -> Tensor:
+        """What one network of the ensemble alone gives, [batch, inputs] to [batch, outputs], or what those do whose
+        numbers `index` [n] holds, to [n, batch, outputs].
+        """
         return self._through([tuple(part[index] for part in layer) for layer in self._layers], inputs)
 
     def _through(self, layers: Layers, inputs: Tensor) -> Tensor:

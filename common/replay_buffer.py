@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,11 @@ class Batch(NamedTuple):
     next_obs: Tensor
     terminations: Tensor
     returns_to_go: Tensor | None = None
+
+    def slices(self, size: int) -> Iterator["Batch"]:
+        """Its transitions in order, `size` at a time."""
+        for first in range(0, len(self.rewards), size):
+            yield Batch._make(None if part is None else part[first : first + size] for part in self)
 
 
 def pack(widths: Sequence[int], first: int, *transitions: ArrayLike) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ Before it a step is an update on the dataset; behind it a step of the environmen
 
 import dataclasses
 import itertools
+import json
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +104,14 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     return dataclasses.replace(args, **chosen, **preset)
 
 
+def run_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a run folder that holds a checkpoint. Raises InputError where it is none."""
+    if not (folder / "checkpoint" / "state.pt").exists():
+        raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
 def domain(env: str, dataset: str) -> str:
     """What `with_presets` tells apart, by the names of the environment and the dataset."""
     name = f"{env} {dataset}".lower()
@@ -125,12 +134,14 @@ class Switch:
         top: float = 1.0,
         discount: float | None = None,
         failure: float | None = None,
+        online_returns: bool = True,
     ) -> None:
         """The rewards' arguments are those of `offline.dataset.load`; online rewards get the same.
 
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
         `discount`: batches get returns-to-go with it (Cal-QL); an online episode is sampled once it is finished then.
-        `failure`: as in `Dataset.return_to_go`, but of the raw reward.
+        `failure`: as in `Dataset.return_to_go`, but of the raw reward. `online_returns`: false where they are needed
+        before the switch alone.
 
         Raises InputError as `load` does, and where nobody knows the dataset's environment.
         """
@@ -147,8 +158,10 @@ class Switch:
         self.env_kwargs = {} if args.env else self.dataset.env_kwargs
         data = self.dataset.buffer
         capacity = max(1, min(args.buffer_size, args.online_steps))
-        with_returns = discount is not None
-        self.online = ReplayBuffer(capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=with_returns)
+        self.online_returns = online_returns and discount is not None
+        self.online = ReplayBuffer(
+            capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns
+        )
         scale, shift = self.dataset.reward_scale, self.dataset.reward_shift
         self.discount, self.failure = discount, None if failure is None else failure * scale + shift
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
@@ -193,22 +206,25 @@ class Switch:
         unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
         return {"dataset": self._fingerprint, "unfinished": unfinished}
 
-    def begin(self, agent: object) -> None:
-        """Gives the agent of a new run the networks of --init-from, and the moments of their optimisers."""
-        if self.args.init_from is not None:
-            path = self.args.init_from / "checkpoint" / "state.pt"
-            if not path.exists():
-                raise InputError(
-                    f"{self.args.init_from} is not a run folder with a checkpoint: give another --init-from"
-                )
-            theirs = checkpoint.load(path)["agent"]
-            for name, own in checkpoint.state_of(agent).items():  # settings, counters and noise are this run's
-                kind = vars(agent)[name]
-                if isinstance(kind, torch.Generator | int | float):
-                    theirs[name] = own
-                elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
-                    theirs[name]["param_groups"] = own["param_groups"]
-            checkpoint.restore(agent, theirs)
+    def begin(self, agent: object, also: tuple[str, ...] = ()) -> None:
+        """Gives the agent of a new run the networks of --init-from, and the moments of their optimisers.
+
+        From a run of one of the algorithms `also` it takes what both have.
+        """
+        folder = self.args.init_from
+        if folder is None:
+            return
+        algo, theirs = run_config(folder)["algo"], checkpoint.load(folder / "checkpoint" / "state.pt")["agent"]
+        own = checkpoint.state_of(agent)
+        if algo in also:
+            theirs = {name: theirs.get(name, state) for name, state in own.items()}
+        for name, state in own.items():  # settings, counters and noise are this run's
+            kind = vars(agent)[name]
+            if isinstance(kind, torch.Generator | int | float):
+                theirs[name] = state
+            elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
+                theirs[name]["param_groups"] = state["param_groups"]
+        checkpoint.restore(agent, theirs)
 
     def add(
         self,
@@ -221,7 +237,7 @@ class Switch:
     ) -> None:
         """Online transitions, one of each environment, with raw rewards."""
         transitions = obs, actions, self.dataset.scale(rewards), next_obs, terminations
-        if self.discount is None:
+        if not self.online_returns:
             self.online.add(*transitions)
             return
         for i, row in enumerate(pack(self.online.widths[:5], self.online.added, *transitions)):
@@ -259,29 +275,31 @@ class Switch:
     def sample(self, batch_size: int, step: int, generator: torch.Generator) -> Batch:
         """A batch for an update of the step that ended at `step`."""
         if step <= 0:
-            return self._from_dataset(batch_size, generator)
+            return self._from_dataset(batch_size, generator, self._returns_to_go)
         if self.args.retain == "none":
             return self.online.sample(batch_size, generator)
         if self.args.retain == "append":
             return self._from_both(batch_size, generator)
         offline = round(self.args.offline_ratio * batch_size)
-        parts = self._from_dataset(offline, generator), self.online.sample(batch_size - offline, generator)
+        to_go = self._returns_to_go if self.online_returns else None
+        parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
         order = self._interleaved(offline, batch_size)
         return Batch(*(torch.cat(pair).index_select(0, order) for pair in zip(*map(_fields, parts), strict=True)))
 
-    def _from_dataset(self, batch_size: int, generator: torch.Generator) -> Batch:
+    def _from_dataset(self, batch_size: int, generator: torch.Generator, to_go: Tensor | None) -> Batch:
         data = self.dataset.buffer
-        return self._data_at(torch.randint(len(data), (batch_size,), generator=generator, device=data.device))
+        return self._data_at(torch.randint(len(data), (batch_size,), generator=generator, device=data.device), to_go)
 
-    def _data_at(self, where: Tensor) -> Batch:
+    def _data_at(self, where: Tensor, to_go: Tensor | None) -> Batch:
         batch = self.dataset.buffer.at(where)
-        return batch if self._returns_to_go is None else batch._replace(returns_to_go=self._returns_to_go[where])
+        return batch if to_go is None else batch._replace(returns_to_go=to_go[where])
 
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Uniform over the rows of both buffers, as if they were one."""
         data, online = self.dataset.buffer, self.online
         where = torch.randint(len(data) + len(online), (batch_size,), generator=generator, device=data.device)
-        parts = self._data_at(where.clamp(max=len(data) - 1)), online.at((where - len(data)).clamp(min=0))
+        to_go = self._returns_to_go if self.online_returns else None
+        parts = self._data_at(where.clamp(max=len(data) - 1), to_go), online.at((where - len(data)).clamp(min=0))
         from_data = where < len(data)
         chosen = (
             torch.where(from_data.view(-1, *[1] * (a.dim() - 1)), a, b)

@@ -40,8 +40,18 @@ SMALL: dict[str, dict[str, Any]] = {
     "cql": COMMON
     | {"batch_size": 16, "buffer_size": 10_000, "critic_hidden": (16, 16), "cql_actions": 2, "calibrated": True},
     "td3_bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
+    "wsrl": COMMON
+    | {
+        "batch_size": 16,
+        "buffer_size": 10_000,
+        "critic_hidden": (16, 16),
+        "critics": 3,
+        "cql_actions": 2,
+        "calibrated": True,
+        "warmup_steps": 70,
+    },
 }
-OFFLINE = ("bc", "cql", "iql", "td3_bc")  # these begin with a dataset
+OFFLINE = ("bc", "cql", "iql", "td3_bc", "wsrl")  # these begin with a dataset
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 

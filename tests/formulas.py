@@ -1,9 +1,12 @@
 """A fixed batch, and networks computed in NumPy, one critic at a time: what the algorithms' tests compare with."""
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.networks import LayerNorm
 from common.replay_buffer import Batch
 
 Array = NDArray[np.float64]
@@ -21,19 +24,28 @@ def make_batch(size: int = 5) -> Batch:
     return Batch(*(torch.from_numpy(part) for part in [*parts, (np.arange(size) % 2).astype(np.float64)]))
 
 
-def layers(network: torch.nn.Module, member: int | None = None) -> list[tuple[Array, Array]]:
-    """(weight [inputs, outputs], bias) of each layer of `network.net`, or of one member of its ensemble."""
-    found = []
+def layers(network: torch.nn.Module, member: int | None = None) -> list[list[Array]]:
+    """Of each layer of `network.net`, or of one member of its ensemble: weight [inputs, outputs], bias, and of a
+    normalised one scale and shift."""
+    found: list[list[Array]] = []
     for layer in network.net:
         if hasattr(layer, "weight"):
             weight, bias = layer.weight.detach().numpy(), layer.bias.detach().numpy()
-            found.append((weight.T, bias) if member is None else (weight[member].T, bias[member]))
+            if member is not None:
+                weight, bias = weight[member], bias[member]
+            if isinstance(layer, LayerNorm):
+                found[-1] += [weight, bias]
+            else:
+                found.append([weight.T, bias])
     return found
 
 
-def forward(inputs: Array, weights: list[tuple[Array, Array]]) -> Array:
-    for i, (weight, bias) in enumerate(weights):
+def forward(inputs: Array, weights: list[list[Array]]) -> Array:
+    for i, (weight, bias, *norm) in enumerate(weights):
         inputs = inputs @ weight + bias
+        if norm:
+            centred = inputs - inputs.mean(-1, keepdims=True)
+            inputs = norm[0] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + norm[1]
         inputs = np.maximum(inputs, 0) if i < len(weights) - 1 else inputs
     return inputs
 
@@ -46,3 +58,31 @@ def parameters(agent: object) -> list[tuple[str, torch.Tensor]]:
     """Every parameter of every network of an agent, by name."""
     networks = {name: value for name, value in vars(agent).items() if isinstance(value, torch.nn.Module)}
     return [(f"{n}.{p}", value) for n, network in networks.items() for p, value in network.named_parameters()]
+
+
+class Drawn:
+    """What an agent is about to draw; its generator stays where it is."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = torch.Generator()
+        self.generator.set_state(generator.get_state())
+
+    def normal(self, *shape: int) -> Array:
+        return torch.randn(shape, generator=self.generator).double().numpy()
+
+    def uniform(self, *shape: int) -> Array:
+        return 2 * torch.rand(shape, generator=self.generator).double().numpy() - 1
+
+    def integers(self, below: int, count: int) -> list[int]:
+        return torch.randint(below, (count,), generator=self.generator).tolist()
+
+
+def log_density(mean: Array, std: Array, actions: Array) -> Array:
+    """Of the actions given: that of N(mean, std) at artanh(a), over tanh's slope there."""
+    normal = np.exp(-0.5 * ((np.arctanh(actions) - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
+    return np.log(normal / (1 - actions**2)).sum(-1)
+
+
+def log_sum_exp(entries: list[float]) -> float:
+    top = max(entries)
+    return top + math.log(sum(math.exp(entry - top) for entry in entries))

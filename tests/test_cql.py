@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import same
-from formulas import Array, forward, layers, make_batch, parameters, values
+from formulas import Array, Drawn, forward, layers, log_density, log_sum_exp, make_batch, parameters, values
 
 from algos.cql import CQL, PRESETS, Args
 from common.checkpoint import restore, state_of
@@ -47,40 +47,15 @@ def calibrated_batch() -> Batch:
     return make_batch()._replace(returns_to_go=torch.tensor([-2.0, 3.0, 0.1, -0.3, 0.5], dtype=torch.float64))
 
 
-class Drawn:
-    """What an agent is about to draw; its generator stays where it is."""
-
-    def __init__(self, agent: CQL) -> None:
-        self.generator = torch.Generator()
-        self.generator.set_state(agent.generator.get_state())
-
-    def normal(self, *shape: int) -> Array:
-        return torch.randn(shape, generator=self.generator).double().numpy()
-
-    def uniform(self, *shape: int) -> Array:
-        return 2 * torch.rand(shape, generator=self.generator).double().numpy() - 1
-
-
 def gaussian(agent: CQL, obs: Array) -> tuple[Array, Array]:
     mean, log_std = np.split(forward(obs, layers(agent.actor)), 2, axis=-1)
     return mean, np.exp(np.clip(log_std, -20, 2))
-
-
-def log_density(mean: Array, std: Array, actions: Array) -> Array:
-    """Of the actions given: that of N(mean, std) at artanh(a), over tanh's slope there."""
-    normal = np.exp(-0.5 * ((np.arctanh(actions) - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
-    return np.log(normal / (1 - actions**2)).sum(-1)
 
 
 def drawn_from_policy(agent: CQL, obs: Array, noise: Array) -> tuple[Array, Array]:
     mean, std = gaussian(agent, obs)
     actions = np.tanh(mean + std * noise)
     return actions, log_density(mean, std, actions)
-
-
-def log_sum_exp(entries: list[float]) -> float:
-    top = max(entries)
-    return top + math.log(sum(math.exp(entry - top) for entry in entries))
 
 
 def terms(agent: CQL, args: Args, batch: Batch, drawn: Drawn) -> Array:
@@ -142,7 +117,7 @@ VARIANTS: list[dict[str, Any]] = [  # with a clip above 0, so that it has someth
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_critic_loss_equals_an_independent_formula(variant: dict[str, Any]):
     agent, args, batch = make_agent(**variant), Args(**(SMALL | variant)), calibrated_batch()
-    drawn = Drawn(agent)
+    drawn = Drawn(agent.generator)
     target = bellman_target(agent, args, batch, drawn)
     term = terms(agent, args, batch, drawn)
     weight = 5.0 * (math.exp(0.3) if args.lagrange_gap else 1.0)
@@ -167,7 +142,7 @@ def test_actor_loss_equals_an_independent_formula(bc_steps: int, updates: int):
     agent, batch = make_agent(bc_steps=bc_steps), make_batch()
     agent.updates = updates
     obs, data = batch.obs.numpy(), batch.actions.numpy()
-    actions, log_prob = drawn_from_policy(agent, obs, Drawn(agent).normal(5, 2))
+    actions, log_prob = drawn_from_policy(agent, obs, Drawn(agent.generator).normal(5, 2))
     value = np.min(values(agent.critic, obs, actions, 2), axis=0)
     if updates < bc_steps:
         value = log_density(*gaussian(agent, obs), data)

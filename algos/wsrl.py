@@ -1,0 +1,394 @@
+"""Warm-Start RL: offline pre-training, a warm-up with the frozen policy, then online learning without the offline data.
+
+Zhou, Peng, Li, Levine and Kumar 2024, "Efficient Online Reinforcement Learning Fine-Tuning Need Not Retain Offline
+Data", arXiv 2412.07762. Pre-training is Cal-QL's (Nakamoto et al. 2023, arXiv 2303.05479) or CQL's (Kumar et al. 2020,
+arXiv 2006.04779), with an ensemble of layer-normalised critics, of which each target draws two (REDQ, Chen et al. 2021,
+arXiv 2101.05982). Online it is SAC at four critic updates a step.
+
+    python algos/wsrl.py --dataset antmaze-large-diverse-v2 --offline-steps 1000000 --online-steps 300000
+    python algos/wsrl.py --dataset hopper-medium-v2 --init-from runs/cql__hopper-medium-v2__1 --offline-steps 0 \\
+        --online-steps 100000
+
+The paper's comparisons are flags:
+- the data retained: --retain mix            - no warm-up: --warmup-steps 0
+- random warm-up: --warmup random            - pessimism kept: --online-cql
+- RLPD, from scratch with the data: --offline-steps 0 --retain mix --warmup random
+
+Where the authors' code and this one differ (docs/wsrl.md says why):
+- an optimiser moves when its loss is computed and not otherwise: theirs applies Adam with zero gradients too;
+- the critics move before the actor in pre-training too, as they do online;
+- α is exp(log α) and moves by its policy's own entropy, as in sac.py; theirs is a softplus, by that of the next states.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.checkpoint import restore, state_of
+from common.command_line import command_line
+from common.errors import InputError
+from common.evaluate import evaluate
+from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
+from common.replay_buffer import Batch
+from common.run import Run
+from envs.make import make, make_vector, seeds
+from envs.state import get_states, set_states
+from offline.switch import OfflineArgs, Switch, run_config, with_presets
+
+Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+
+
+@dataclass
+class Args(OfflineArgs):
+    may_be_zero = ("cql_weight", "lagrange_gap")
+    any_sign = ("reward_shift", "failure_reward")
+
+    # From data to online
+    retain: Literal["none", "append", "mix"] = "none"
+    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    warmup_steps: int = 5_000
+    """Environment steps before the first online update, whatever is retained."""
+    warmup: Literal["policy", "random"] = "policy"
+    """Who acts in them: the frozen policy, or uniform noise."""
+    online_cql: bool = False
+    """Keep the conservative term online."""
+    utd: int = 4
+    """Critic updates for each environment step, each on `batch_size`; the actor learns once, from all of them."""
+
+    # Networks
+    hidden: tuple[int, ...] | None = None
+    """Widths of the actor's hidden layers; by the dataset's domain."""
+    critic_hidden: tuple[int, ...] | None = None
+    """Widths of the critics' hidden layers; by the dataset's domain."""
+    critics: int = 10
+    """Critics; the actor uses the smallest of them."""
+    target_critics: int = 2
+    """How many, drawn anew each time and with replacement, a target and the conservative term use."""
+    layer_norm: bool = True
+    """Normalise each hidden layer of actor and critics."""
+    std: Literal["exp", "uniform"] | None = None
+    """The policy's deviation: a function of the state, or the same everywhere; by the dataset's domain."""
+
+    # Learning
+    gamma: float = 0.99
+    """Discount."""
+    tau: float = 0.005
+    """Step of the target critics towards the critics, at every update of theirs."""
+    actor_lr: float = 1e-4
+    """Learning rate of the actor."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critics, and of the Lagrange multiplier."""
+    alpha_lr: float = 1e-4
+    """Learning rate of the temperature."""
+    batch_size: int = 256
+    """Transitions in an update of the critics."""
+    online_max_target_backup: bool | None = None
+    """Online too, back up the best of `cql_actions` next actions; by the dataset's domain."""
+    backup_entropy: bool = False
+    """Back up the policy's entropy too, as SAC does."""
+
+    # Pre-training
+    calibrated: bool | None = None
+    """Cal-QL, else CQL; by the dataset's domain."""
+    cql_weight: float | None = None
+    """Weight of the conservative term; by the dataset's domain."""
+    lagrange_gap: float | None = None
+    """Gap that a Lagrange multiplier, which then is the weight, keeps the term at; 0: none; by the dataset's domain."""
+    cql_actions: int = 10
+    """Actions n from each of the three sources, and of a target's."""
+    importance_sampling: bool | None = None
+    """Divide by the density each action was drawn with; by the dataset's domain."""
+
+    # Rewards
+    reward_scale: float | None = None
+    """Each reward is multiplied by this; by the dataset's domain."""
+    reward_shift: float | None = None
+    """Added to each reward then; by the dataset's domain."""
+    failure_reward: float | None = None
+    """Raw reward of a step without success; by the dataset's domain. Episodes of nothing else count as endless ones in
+    Cal-QL's returns-to-go."""
+
+
+# The authors' configurations.
+LOCOMOTION = {
+    "hidden": (256, 256), "critic_hidden": (256, 256), "std": "exp", "calibrated": False, "cql_weight": 5.0,
+    "lagrange_gap": 0.0, "importance_sampling": True, "online_max_target_backup": False,
+    "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
+}  # fmt: skip
+ANTMAZE = LOCOMOTION | {
+    "critic_hidden": (256,) * 4, "std": "uniform", "calibrated": True, "lagrange_gap": 0.8,
+    "online_max_target_backup": True, "reward_scale": 10.0, "reward_shift": -5.0, "failure_reward": 0.0,
+}  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    "locomotion": LOCOMOTION,
+    "antmaze": ANTMAZE,
+    "maze2d": ANTMAZE | {"critic_hidden": (256, 256)},
+    "adroit-binary": LOCOMOTION | {
+        "hidden": (512, 512), "critic_hidden": (512,) * 3, "calibrated": True, "cql_weight": 1.0,
+        "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0,
+    },
+    "kitchen": LOCOMOTION | {
+        "hidden": (512,) * 3, "critic_hidden": (512,) * 3, "calibrated": True, "importance_sampling": False,
+        "reward_shift": -4.0,
+    },
+}  # fmt: skip
+
+
+class Actor(nn.Module):
+    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        assert args.hidden is not None, "with_presets fills it in"
+        outputs = 2 * action_dim if args.std == "exp" else action_dim
+        self.net = mlp([obs_dim, *args.hidden, outputs], generator, layer_norm=args.layer_norm)
+        orthogonal(self.net, generator)
+        self.log_std = None if args.std == "exp" else nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, obs: Tensor) -> TanhGaussian:
+        outputs = self.net(obs)
+        mean, log_std = outputs.chunk(2, -1) if self.log_std is None else (outputs, self.log_std.expand_as(outputs))
+        return TanhGaussian(mean, log_std.clamp(math.log(1e-5), math.log(10.0)))
+
+
+class Critic(nn.Module):
+    """Q_i(s, a) of all critics, or of the `members` given: [critics, batch]; for actions [k, batch, action_dim],
+    [critics, k, batch]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        assert args.critic_hidden is not None, "with_presets fills it in"
+        sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
+        self.net = orthogonal(mlp(sizes, generator, args.critics, layer_norm=args.layer_norm), generator)
+
+    def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
+        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
+        values: Tensor = self.net(inputs) if members is None else self.net.member(members, inputs)
+        return values.view(-1, *actions.shape[:-1])
+
+
+class WSRL:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        initializer = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
+        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target.load_state_dict(self.critic.state_dict())
+        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.log_alpha = nn.Parameter(torch.zeros((), device=device))
+        self.log_alpha_prime = nn.Parameter(torch.zeros((), device=device))  # Lagrange multiplier of the term, log
+        self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
+        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.alpha_prime_optimizer = Adam([self.log_alpha_prime], args.critic_lr)
+        self.args, self.device, self.action_dim = args, device, action_dim
+        self.target_entropy = -float(action_dim)
+
+    def explore(self, num_envs: int) -> NDArray[np.float32]:
+        """Uniform random actions [num_envs, action_dim]."""
+        shape = (num_envs, self.action_dim)
+        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
+        return actions.cpu().numpy()
+
+    @torch.no_grad()
+    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        policy = self.actor(torch.from_numpy(obs).to(self.device))
+        actions = policy.mode if deterministic else policy.sample(self.generator)
+        return actions.cpu().numpy()
+
+    def samples(self, policy: TanhGaussian, count: int) -> tuple[Tensor, Tensor]:
+        """Actions [count, batch, action_dim] and their log-probabilities [count, batch]."""
+        shape = (count, *policy.mean.shape)
+        return TanhGaussian(policy.mean.expand(shape), policy.log_std.expand(shape)).rsample(self.generator)
+
+    def subset(self) -> Tensor:
+        """Which critics count this time: [target_critics], with replacement, as in the authors' code (not REDQ's)."""
+        args = self.args
+        return torch.randint(args.critics, (args.target_critics,), generator=self.generator, device=self.device)
+
+    @torch.no_grad()
+    def target(self, batch: Batch, count: int) -> Tensor:
+        """y = r + γ max over `count` next actions of the smallest target critic drawn: [batch]."""
+        actions, log_prob = self.samples(self.actor(batch.next_obs), count)
+        next_value, best = self.critic_target(batch.next_obs, actions, self.subset()).amin(0).max(0)
+        if self.args.backup_entropy:
+            next_value = next_value - self.log_alpha.exp() * log_prob.gather(0, best.unsqueeze(0)).squeeze(0)
+        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
+
+    @torch.no_grad()
+    def proposals(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """n uniform actions, n of π(·|s) and n of π(·|s') for each state, [3n, batch, action_dim], and the logarithms
+        of the densities they were drawn with, [3n, batch]."""
+        shape = (self.args.cql_actions, *batch.actions.shape)
+        uniform = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
+        current, log_prob = self.samples(self.actor(batch.obs), self.args.cql_actions)
+        following, following_log_prob = self.samples(self.actor(batch.next_obs), self.args.cql_actions)
+        log_density = torch.full_like(log_prob, self.action_dim * math.log(0.5))
+        return torch.cat([uniform, current, following]), torch.cat([log_density, log_prob, following_log_prob])
+
+    def conservative_term(self, batch: Batch, data: Tensor) -> Tensor:
+        """log Σ_a exp Q(s, a) - Q(s, a_data), the mean over the critics drawn and the batch; `data` [critics, batch]
+        are all critics' values of the batch's actions."""
+        proposals, log_density = self.proposals(batch)
+        chosen = self.subset()
+        proposed, data = self.critic(batch.obs, proposals, chosen), data[chosen]
+        if self.args.calibrated:
+            if batch.returns_to_go is None:
+                raise ValueError("Cal-QL (calibrated) needs batches with returns_to_go")
+            # Cal-QL's max(Q, G) of the policy's actions: below G(s) nothing is lowered any more.
+            uniform, by_policy = proposed.tensor_split([self.args.cql_actions], dim=1)
+            proposed = torch.cat([uniform, torch.maximum(by_policy, batch.returns_to_go)], dim=1)
+        if self.args.importance_sampling:
+            entries = proposed - log_density
+        else:  # the data's action is one more, and all are averaged
+            entries = torch.cat([proposed, data.unsqueeze(1)], dim=1) - math.log(proposed.shape[1] + 1)
+        return (torch.logsumexp(entries, dim=1) - data).mean()
+
+    def critic_loss(self, batch: Batch, online: bool) -> tuple[Tensor, Tensor | None, Metrics]:
+        """Bellman error of every critic, and the conservative term where it counts; also that alone, for α'."""
+        args = self.args
+        target = self.target(batch, args.cql_actions if args.online_max_target_backup or not online else 1)
+        values = self.critic(batch.obs, batch.actions)
+        loss = bellman_error = (values - target).square().mean()
+        metrics, term = {"losses/bellman": bellman_error, "losses/q": values}, None
+        if args.online_cql or not online:
+            term = self.conservative_term(batch, values)
+            assert args.cql_weight is not None, "with_presets fills it in"
+            weight = self.log_alpha_prime.exp().detach() if args.lagrange_gap else args.cql_weight
+            loss = bellman_error + weight * term
+            metrics |= {"losses/conservative": term}
+        metrics |= {"losses/critic": loss}
+        return loss, term, {name: value.detach() for name, value in metrics.items()}
+
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """SAC's: α log π - min_i Q_i, of all critics; also the log-probabilities, for α."""
+        actions, log_prob = self.actor(batch.obs).rsample(self.generator)
+        with frozen(self.critic):  # the gradient passes through the critics and stops there
+            value = self.critic(batch.obs, actions).amin(0)
+        loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
+        return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
+
+    def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
+        """Moves α until the policy's entropy is H̄."""
+        alpha = self.log_alpha.exp()
+        loss = -alpha * (log_prob.mean() + self.target_entropy)
+        return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
+
+    def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
+        """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
+        assert self.args.lagrange_gap is not None
+        alpha_prime = self.log_alpha_prime.exp()
+        loss = -alpha_prime * (term.detach() - self.args.lagrange_gap)
+        return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
+
+    def update(self, batch: Batch, online: bool) -> Metrics:
+        """The critics step on each `batch_size` of the batch in turn, then actor and temperature once on all of it."""
+        metrics: Metrics = {}
+        for part in batch.slices(self.args.batch_size):
+            critic_loss, term, critic_metrics = self.critic_loss(part, online)
+            self.critic_optimizer.descend(critic_loss)
+            self.follow_critic()
+            metrics |= critic_metrics
+            if term is not None and self.args.lagrange_gap:
+                alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
+                self.alpha_prime_optimizer.descend(alpha_prime_loss)
+                metrics |= alpha_prime_metrics
+        actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
+        self.actor_optimizer.descend(actor_loss)
+        alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
+        self.alpha_optimizer.descend(alpha_loss)
+        return metrics | actor_metrics | alpha_metrics
+
+
+def with_networks_of(args: Args, folder: Path) -> Args:
+    """The arguments with the shapes of the networks that a run of cql.py, iql.py or this file left in `folder`.
+
+    Raises InputError where it is none of these.
+    """
+    theirs = run_config(folder)
+    if theirs["algo"] not in ("cql", "iql", "wsrl"):
+        raise InputError(f"{folder} was trained by {theirs['algo']}: give --init-from a run of cql, iql or wsrl")
+    was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
+    shapes = {"hidden": was["hidden"], "critic_hidden": was.get("critic_hidden") or was["hidden"]}
+    shapes |= {"critics": was["critics"], "layer_norm": was.get("layer_norm", False)}
+    shapes["std"] = was.get("std", "uniform" if theirs["algo"] == "iql" else "exp")
+    return dataclasses.replace(args, **shapes)
+
+
+def train(args: Args) -> None:
+    if args.init_from is not None:
+        args = with_networks_of(args, args.init_from)
+    args = with_presets(args, PRESETS)
+    run = Run("wsrl", args)
+    switch = Switch(
+        args, run, args.reward_scale or 1.0, args.reward_shift or 0.0, failure=args.failure_reward,
+        discount=args.gamma if args.calibrated else None, online_returns=args.online_cql,
+    )  # fmt: skip
+    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
+    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
+    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    agent = WSRL(args, obs_dim, action_dim, run.device)
+    update = torch.compile(agent.update) if args.compile else agent.update
+
+    saved = switch.open(run, obs_dim, action_dim)
+    if saved:
+        restore(agent, saved["agent"])
+        obs, exact = set_states(envs, saved["envs"])
+        run.warn_inexact(exact)
+        switch.give_up(exact)
+    else:
+        switch.begin(agent, also=("cql", "iql"))
+        obs, _ = envs.reset()
+        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+
+    metrics: Metrics = {}
+    online_batch = args.utd * args.batch_size
+    while run.step < args.online_steps:
+        # Act: no step of the environment in pre-training
+        if run.step < 0:
+            run.logger.count_update()
+        else:
+            with run.logger.timed("act"):
+                random = args.warmup == "random" and run.step < args.warmup_steps
+                actions = agent.explore(args.num_envs) if random else agent.act(obs)
+            with run.logger.timed("env_step"):
+                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
+            dones = terminations | truncations
+            run.logger.count(rewards, dones)
+            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+
+        # Learn: pre-training; nothing in the warm-up; online
+        if run.step <= 0:
+            with run.logger.timed("update"):
+                metrics = update(switch.sample(args.batch_size, run.step, agent.generator), online=False)
+        elif run.step > max(args.warmup_steps, online_batch) and switch.updates(run.step):
+            for _ in range(args.num_envs):
+                with run.logger.timed("update"):
+                    metrics = update(switch.sample(online_batch, run.step, agent.generator), online=True)
+
+        # Report
+        if run.due(1_000):
+            run.logger.log(metrics)
+        if switch.evaluates(run):
+            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
+    envs.close()
+    run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

@@ -1,0 +1,283 @@
+"""WSRL against formulas written a second time, one action at a time; its three phases; its traps."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import final_state, module, same
+from formulas import Array, Drawn, forward, layers, log_density, log_sum_exp, make_batch, parameters, values
+
+from algos.wsrl import PRESETS, WSRL, Args
+from common.checkpoint import restore, state_of
+from common.errors import InputError
+from common.networks import Adam
+from common.replay_buffer import Batch, ReplayBuffer
+
+N = 3  # actions from each source
+E, S = 5, 2  # critics, and how many are drawn
+SMALL = PRESETS["locomotion"] | {
+    "hidden": (16, 16), "critic_hidden": (16, 8), "critics": E, "target_critics": S, "cql_actions": N,
+    "batch_size": 64, "dataset": "none.hdf5",
+}  # fmt: skip
+ADAPTIVE = ("log_alpha", "log_alpha_prime")
+
+
+def float32_agent(**changed: Any) -> WSRL:
+    return WSRL(Args(**(SMALL | changed)), 3, 2, torch.device("cpu"))
+
+
+def make_agent(**changed: Any) -> WSRL:
+    agent = float32_agent(**changed)
+    noise = torch.Generator().manual_seed(7)
+    with torch.no_grad():  # no scale at 1, no shift at 0, targets unlike the critics
+        for _, parameter in parameters(agent):
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=noise))
+    for network in (agent.actor, agent.critic, agent.critic_target):
+        network.double()
+    agent.log_alpha.data = torch.tensor(-0.7, dtype=torch.float64)
+    agent.log_alpha_prime.data = torch.tensor(0.3, dtype=torch.float64)
+    agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
+    agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
+    agent.alpha_optimizer = Adam([agent.log_alpha], 1e-3)
+    agent.alpha_prime_optimizer = Adam([agent.log_alpha_prime], 1e-3)
+    return agent
+
+
+def batch_with_returns() -> Batch:
+    return make_batch()._replace(returns_to_go=torch.tensor([-2.0, 3.0, 0.1, -0.3, 0.5], dtype=torch.float64))
+
+
+def float32_batch(size: int = 5) -> Batch:
+    return Batch(*(part.float() for part in make_batch(size)[:5]))
+
+
+def drawn_from_policy(agent: WSRL, obs: Array, noise: Array) -> tuple[Array, Array]:
+    outputs = forward(obs, layers(agent.actor))
+    if agent.args.std == "exp":
+        mean, log_std = np.split(outputs, 2, axis=-1)
+    else:
+        mean, log_std = outputs, agent.actor.log_std.detach().numpy()
+    std = np.clip(np.exp(log_std), 1e-5, 10)
+    actions = np.tanh(mean + std * noise)
+    return actions, log_density(mean, np.broadcast_to(std, mean.shape), actions)
+
+
+def bellman_target(agent: WSRL, batch: Batch, drawn: Drawn, count: int) -> Array:
+    _, _, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    noise = drawn.normal(count, 5, 2)
+    chosen = drawn.integers(E, S)
+    best, entropy = np.full(5, -np.inf), np.zeros(5)
+    for each in noise:
+        actions, log_prob = drawn_from_policy(agent, next_obs, each)
+        by_all = values(agent.critic_target, next_obs, actions, E)
+        smallest = np.min([by_all[i] for i in chosen], axis=0)
+        entropy = np.where(smallest > best, -log_prob, entropy)
+        best = np.maximum(best, smallest)
+    if agent.args.backup_entropy:
+        best = best + math.exp(-0.7) * entropy
+    return rewards + 0.99 * (1 - terminations) * best
+
+
+def conservative_term(agent: WSRL, batch: Batch, drawn: Drawn) -> float:
+    obs, actions, _, next_obs, _ = (part.numpy() for part in batch[:5])
+    sources = [(drawn.uniform(N, 5, 2), None), (drawn.normal(N, 5, 2), obs), (drawn.normal(N, 5, 2), next_obs)]
+    chosen = drawn.integers(E, S)
+    data = values(agent.critic, obs, actions, E)
+    found = []
+    for i in chosen:
+        for b in range(5):
+            entries = [] if agent.args.importance_sampling else [data[i][b] - math.log(3 * N + 1)]
+            for noise, states in sources:
+                for j in range(N):
+                    proposed, density = noise[j, b], 2 * math.log(0.5)
+                    if states is not None:
+                        proposed, density = drawn_from_policy(agent, states[b], noise[j, b])
+                    q = values(agent.critic, obs[b : b + 1], proposed[None], E)[i][0]  # at s, for all three
+                    if agent.args.calibrated and states is not None:
+                        q = max(q, batch.returns_to_go[b].item())
+                    entries.append(q - (density if agent.args.importance_sampling else math.log(3 * N + 1)))
+            found.append(log_sum_exp(entries) - data[i][b])
+    return float(np.mean(found))
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"std": "uniform"},
+    {"layer_norm": False},
+    {"calibrated": True},
+    {"calibrated": True, "importance_sampling": False},
+    {"lagrange_gap": 0.8, "calibrated": True},
+    {"backup_entropy": True},
+    {"online_max_target_backup": True},
+    {"online_cql": True, "calibrated": True},
+]
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_critic_loss_equals_an_independent_formula(variant: dict[str, Any], online: bool) -> None:
+    agent, batch = make_agent(**variant), batch_with_returns()
+    drawn = Drawn(agent.generator)
+    target = bellman_target(agent, batch, drawn, 1 if online and not variant.get("online_max_target_backup") else N)
+    data = values(agent.critic, batch.obs.numpy(), batch.actions.numpy(), E)
+    expected, expected_term = float(np.mean([(q - target) ** 2 for q in data])), None
+    if not online or variant.get("online_cql"):
+        expected_term = conservative_term(agent, batch, drawn)
+        expected += (math.exp(0.3) if variant.get("lagrange_gap") else 5.0) * expected_term
+    loss, term, _ = agent.critic_loss(batch, online)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert (term is None) == (expected_term is None)
+    assert term is None or term.item() == pytest.approx(expected_term, rel=1e-6)
+
+
+def test_actor_loss_equals_an_independent_formula() -> None:
+    """Of all critics the smallest, not of those that a target would draw."""
+    agent, batch = make_agent(), make_batch()
+    obs = batch.obs.numpy()
+    actions, log_prob = drawn_from_policy(agent, obs, Drawn(agent.generator).normal(5, 2))
+    value = np.min(values(agent.critic, obs, actions, E), axis=0)
+    loss, returned, _ = agent.actor_loss(batch)
+    assert loss.item() == pytest.approx((math.exp(-0.7) * log_prob - value).mean(), rel=1e-6)
+    np.testing.assert_allclose(returned.numpy(), log_prob, rtol=1e-6)
+
+
+def test_alpha_losses() -> None:
+    agent = make_agent(lagrange_gap=0.8)
+    loss, _ = agent.alpha_loss(torch.tensor([1.0, 2.5, -0.5]).double())
+    assert loss.item() == pytest.approx(-math.exp(-0.7) * (1.0 - 2.0))
+    loss, _ = agent.alpha_prime_loss(torch.tensor(2.0).double())
+    assert loss.item() == pytest.approx(-math.exp(0.3) * (2.0 - 0.8))
+    loss.backward()
+    assert agent.log_alpha_prime.grad.item() == pytest.approx(-math.exp(0.3) * 1.2)
+
+
+def test_subsets_are_drawn_with_replacement_and_uniformly() -> None:
+    agent = float32_agent()
+    drawn = torch.stack([agent.subset() for _ in range(10_000)])
+    counts = torch.bincount(drawn.flatten(), minlength=E).double()
+    assert (counts - 4_000).abs().max() < 5 * math.sqrt(4_000)
+    twice = (drawn[:, 0] == drawn[:, 1]).double().mean().item()
+    assert twice == pytest.approx(1 / E, abs=5 * math.sqrt(0.16 / 10_000))
+
+
+def test_each_loss_reaches_its_own_network_and_no_other() -> None:
+    agent, batch = make_agent(lagrange_gap=1.0, calibrated=True, backup_entropy=True), batch_with_returns()
+    named = {**dict(parameters(agent)), **{name: getattr(agent, name) for name in ADAPTIVE}}
+    losses = {
+        "critic.": agent.critic_loss(batch, online=False)[0],
+        "actor.": agent.actor_loss(batch)[0],
+        "log_alpha": agent.alpha_loss(torch.zeros(5).double())[0],
+        "log_alpha_prime": agent.alpha_prime_loss(torch.ones(()).double())[0],
+    }
+    for owner, loss in losses.items():
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        reached = {name for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
+        assert reached == {name for name in named if (name.startswith(owner) if owner[-1] == "." else name == owner)}
+
+
+def test_an_online_update_steps_the_critics_on_each_slice_and_the_actor_once_on_all() -> None:
+    agent, batch = float32_agent(batch_size=16), float32_batch(64)
+    seen: list[tuple[str, torch.Tensor]] = []
+    critic_loss, actor_loss = agent.critic_loss, agent.actor_loss
+    agent.critic_loss = lambda part, online: seen.append(("critic", part.obs)) or critic_loss(part, online)
+    agent.actor_loss = lambda part: seen.append(("actor", part.obs)) or actor_loss(part)
+    before = [p.clone() for p in agent.critic_target.parameters()]
+    agent.update(batch, online=True)
+    assert [name for name, _ in seen] == ["critic"] * 4 + ["actor"]
+    assert torch.equal(torch.cat([obs for _, obs in seen[:4]]), batch.obs)
+    assert torch.equal(seen[4][1], batch.obs)
+    # Trap (reference 8.3): an optimiser that is not asked does not move, nor do its moments.
+    steps = {name: int(getattr(agent, f"{name}_optimizer").step_count) for name in ("critic", "actor", "alpha")}
+    assert steps == {"critic": 4, "actor": 1, "alpha": 1}
+    assert int(agent.alpha_prime_optimizer.step_count) == 0
+    assert all(not torch.equal(a, b) for a, b in zip(before, agent.critic_target.parameters(), strict=True))
+
+
+def test_critics_reach_the_values_of_a_known_mdp_online() -> None:
+    """That of test_off_policy: two states in turn, reward 1 in the first, and one that ends with 5; γ = 0.5."""
+    agent = float32_agent(gamma=0.5, tau=0.05, critic_lr=3e-3)
+    buffer, rng, states = ReplayBuffer(600, 3, 2), np.random.default_rng(0), np.eye(3)
+    for _ in range(200):
+        buffer.add(states, rng.uniform(-1, 1, (3, 2)), [1.0, 0.0, 5.0], states[[1, 0, 0]], [0, 0, 1])
+    for _ in range(400):
+        agent.update(buffer.sample(256, agent.generator), online=True)
+    batch = buffer.sample(300, agent.generator)
+    expected = batch.obs @ torch.tensor([4 / 3, 2 / 3, 5.0])
+    torch.testing.assert_close(agent.critic(batch.obs, batch.actions), expected.expand(E, -1), rtol=0, atol=0.15)
+
+
+def test_a_restored_agent_goes_on_bit_for_bit() -> None:
+    first, second = (float32_agent(lagrange_gap=0.8, online_cql=True, seed=seed) for seed in (1, 2))
+    batch = float32_batch()
+    first.update(batch, online=False)
+    restore(second, copy.deepcopy(state_of(first)))  # as from a file
+    for agent in (first, second):
+        agent.update(batch, online=True)
+    assert same(state_of(first), state_of(second))
+
+
+@pytest.mark.parametrize("domain", PRESETS)
+def test_a_preset_fills_what_a_domain_decides(domain: str) -> None:
+    assert PRESETS[domain].keys() == PRESETS["locomotion"].keys()
+    agent = WSRL(Args(dataset="none.hdf5", **PRESETS[domain]), 3, 2, torch.device("cpu"))
+    batch = float32_batch()._replace(returns_to_go=torch.zeros(5))
+    for online in (False, True):
+        assert all(torch.isfinite(value).all() for value in agent.update(batch, online).values())
+
+
+class TestRuns:
+    """Whole runs on Pendulum's data."""
+
+    def agents(self, small: Any, tmp_path: Path, *steps: int, **changed: Any) -> list[dict[str, Any]]:
+        found = []
+        for online in steps:
+            args = small("wsrl", offline_steps=30, online_steps=online, run_dir=tmp_path / str(online), **changed)
+            module("wsrl").train(args)
+            found.append(final_state(args.run_dir)["agent"])
+        return found
+
+    @pytest.mark.parametrize("retain", ["none", "mix"])
+    def test_the_policy_is_frozen_in_the_warm_up(self, small: Any, tmp_path: Path, retain: str) -> None:
+        """And only there: after 80 steps it is the pre-trained one bit for bit, after 81 it is not."""
+        before, warm, after = self.agents(small, tmp_path, 0, 80, 81, warmup_steps=80, retain=retain)
+        names = ("actor", "critic", "critic_target", "log_alpha", "actor_optimizer", "critic_optimizer")
+        assert all(same(before[name], warm[name]) for name in names)
+        assert not any(same(before[name], after[name]) for name in names)
+
+    def test_the_warm_up_can_be_random(self, small: Any, tmp_path: Path) -> None:
+        """Pendulum's random actions are uniform; those of the policy are not."""
+        spread = {}
+        for who in ("policy", "random"):
+            args = small("wsrl", offline_steps=30, online_steps=150, warmup_steps=150, warmup=who, actor_lr=1e-3,
+                         run_dir=tmp_path / who)  # fmt: skip
+            module("wsrl").train(args)
+            buffer = ReplayBuffer(150, 3, 1)
+            buffer.load(args.run_dir / "checkpoint" / "replay",
+                        torch.load(args.run_dir / "checkpoint" / "state.pt", weights_only=True)["buffer"])  # fmt: skip
+            actions = buffer.rows[:, 3].sort().values
+            spread[who] = (actions - torch.linspace(-1, 1, 150)).abs().max().item() / 2  # Kolmogorov and Smirnov's
+        assert spread["random"] < 1.63 / math.sqrt(150) < spread["policy"]
+
+    @pytest.mark.parametrize("algo", ["cql", "iql", "wsrl"])
+    def test_it_begins_with_another_algorithms_networks(self, small: Any, tmp_path: Path, algo: str) -> None:
+        first = small(algo, offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
+        module(algo).train(first)
+        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
+        module("wsrl").train(args)
+        theirs, ours = final_state(first.run_dir)["agent"], final_state(args.run_dir)["agent"]
+        for name in ("actor", "critic", "critic_target"):
+            assert same(theirs[name], ours[name])
+        # The policies act alike: the mean of both is a tanh.
+        rows = [(folder / "evaluations.csv").read_text().splitlines()[-1] for folder in (first.run_dir, args.run_dir)]
+        returns = [float(row.split(",")[2]) for row in rows]
+        assert returns[0] == pytest.approx(returns[1], rel=1e-5)
+
+    def test_another_kind_of_run_is_refused(self, small: Any, tmp_path: Path) -> None:
+        first = small("bc", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
+        module("bc").train(first)
+        with pytest.raises(InputError, match="was trained by bc"):
+            module("wsrl").train(small("wsrl", offline_steps=0, online_steps=30, init_from=first.run_dir))
