@@ -99,7 +99,7 @@ class PointMaze(Maze):
         columns = ["".join(column) for column in zip(*rows, strict=True)]
         env = PointMazeEnv(maze_map=_upside_down(columns), **kwargs)
         super().__init__(env, env.point_env, np.array([len(rows), len(rows[0])]) / 2 - 0.7)
-        self._dense = dense
+        self.rows, self._dense = rows, dense
         self._goal = np.array(POINT_GOAL[maze], np.float64)
         self._cells = np.argwhere(np.array([list(row) for row in rows]) == ".")
 

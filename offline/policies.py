@@ -26,6 +26,8 @@ from torch import Tensor
 
 from common import checkpoint
 from common.errors import InputError
+from offline.environments import PointMaze, environment_of
+from offline.waypoints import NOISE, Waypoints
 
 Array = NDArray[Any]
 Layer = tuple[Tensor, Tensor]  # weight [out, in], bias [out]
@@ -66,10 +68,10 @@ class RunFolder:
 def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: bool) -> Policy:
     """The policy of `source` for `env` (made by gym.make or envs.make.make); its noise is a function of `seed` alone.
 
-    `source`: "random" (uniform in [-1, 1], deterministic or not), a run folder, or a Stable-Baselines3 .zip of SAC,
-    TQC, TD3, DDPG, PPO or A2C. Statistics of a VecNormalize are not in such a file: a policy trained with them acts
-    on observations that it does not know. Exploration noise of TD3 and DDPG is not in it either, and that of gSDE is
-    not reproduced here: those are taken with `deterministic` only.
+    `source`: "random" (uniform in [-1, 1], deterministic or not), "waypoints" (`offline.waypoints`, for maze2d), a run
+    folder, or a Stable-Baselines3 .zip of SAC, TQC, TD3, DDPG, PPO or A2C. Statistics of a VecNormalize are not in such
+    a file: a policy trained with them acts on observations that it does not know. Exploration noise of TD3 and DDPG is
+    not in it either, and that of gSDE is not reproduced here: those are taken with `deterministic` only.
 
     Raises InputError where the source is missing, damaged, of another kind, or does not fit the environment.
     """
@@ -79,11 +81,17 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
     if source == "random":
         act = lambda obs: (2.0 * torch.rand(len(obs), action_dim, generator=generator) - 1.0).numpy()  # noqa: E731
         return Policy(act, {"kind": "random"})
+    if source == "waypoints":
+        if not isinstance(maze := _wrapped(env, PointMaze), PointMaze):
+            raise InputError(f"waypoints is for maze2d: give --env {environment_of('maze2d-umaze-v1')} or another")
+        return Policy(Waypoints(maze.rows, 0.0 if deterministic else NOISE, seed), {"kind": "waypoints"})
     if path.is_dir():
         return _of_run(read_run(path), obs_dim, action_dim, seed, deterministic)
     if path.is_file():
         return _of_stable_baselines(path, env, generator, deterministic)
-    raise InputError(f'{source} does not exist: give "random", a run folder, or a Stable-Baselines3 .zip')
+    raise InputError(
+        f'{source} does not exist: give "random", "waypoints" (maze2d), a run folder, or a Stable-Baselines3 .zip'
+    )
 
 
 def read_run(folder: Path) -> RunFolder:
@@ -102,6 +110,13 @@ def read_run(folder: Path) -> RunFolder:
     sha256 = {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in (config_path, state_path)}
     facts = {"kind": "run", "name": folder.resolve().name, "sha256": sha256, "algorithm": algo, "step": step}
     return RunFolder(folder, algo, arguments, state, facts)
+
+
+def _wrapped(env: gym.Env[Any, Any], kind: type) -> gym.Env[Any, Any] | None:
+    """The wrapper of this kind around the environment."""
+    while isinstance(env, gym.Wrapper) and not isinstance(env, kind):
+        env = env.env
+    return env
 
 
 def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, deterministic: bool) -> Policy:
