@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report datasets load d4rl d3rlpy
+.PHONY: help setup train test lint speed report datasets load d4rl d3rlpy binary
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -44,6 +44,9 @@ d3rlpy: setup $(VENV)-d3rlpy/installed ## train d3rlpy's IQL or CQL, evaluated a
 
 datasets: setup ## make our own suite of datasets, and describe it in results/datasets
 	$(BIN)/python bench/datasets.py $(ARGS)
+
+binary: setup ## the Adroit binary tasks' datasets (bench/adroit_binary.py says how)
+	$(BIN)/python bench/adroit_binary.py $(ARGS)
 
 d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
 	$(BIN)/python bench/compare_d4rl.py $(ARGS)

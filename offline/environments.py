@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box
+from numpy.typing import NDArray
 
 from common.errors import InputError
 from envs.state import Env
@@ -161,15 +162,7 @@ class Adroit(gym.Wrapper[Array, Array, Any, Any]):
     """
 
     def __init__(self, task: str, **kwargs: Any) -> None:
-        from gymnasium_robotics.envs.adroit_hand import adroit_door, adroit_hammer, adroit_pen, adroit_relocate
-
-        hands = {
-            "pen": adroit_pen.AdroitHandPenEnv,
-            "door": adroit_door.AdroitHandDoorEnv,
-            "hammer": adroit_hammer.AdroitHandHammerEnv,
-            "relocate": adroit_relocate.AdroitHandRelocateEnv,
-        }
-        super().__init__(hands[task](**kwargs))
+        super().__init__(_hand(task, **kwargs))
         self._task = task
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
@@ -181,6 +174,45 @@ class Adroit(gym.Wrapper[Array, Array, Any, Any]):
         reach = {"door": obs[35:38], "hammer": obs[33:36] - obs[36:39], "relocate": obs[30:33]}[self._task]
         # -0.1 of its length where Gymnasium-Robotics gave 0.1.
         return obs, float(reward) - 0.2 * float(np.linalg.norm(reach)), False, False, info
+
+
+class AdroitBinary(gym.Wrapper[Array, Array, Any, Any]):
+    """An Adroit hand with reward 0 where its task is solved, else -1, after which it goes on, or which `ends` it.
+
+    Source: the mj_envs forks of RLPD and EXPO (it goes on; what counts is the share of steps solved) and of Cal-QL and
+    WSRL (the wrapper ends the episode; what counts is whether it was solved at all).
+    """
+
+    def __init__(self, task: str, ends: bool, **kwargs: Any) -> None:
+        super().__init__(_hand(task, **kwargs))
+        self._ends = ends
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        obs, _, _, _, info = self.env.step(action)
+        solved = bool(info["success"])
+        return obs, float(solved) - 1.0, solved and self._ends, False, info
+
+
+def solved(task: str, obs: Array) -> NDArray[np.bool_]:
+    """[n]: whether Adroit's pen or door is where it should be, by obs [n, obs_dim] of the step's end."""
+    if task == "pen":  # near enough, and its direction within 18° of the one asked for
+        is_solved = (np.linalg.norm(obs[:, 39:42], axis=1) < 0.075) & ((obs[:, 33:36] * obs[:, 36:39]).sum(1) > 0.95)
+    else:
+        is_solved = obs[:, 28] >= 1.35  # the hinge, in radians
+    return np.asarray(is_solved)
+
+
+def _hand(task: str, **kwargs: Any) -> Env:
+    from gymnasium_robotics.envs.adroit_hand import adroit_door, adroit_hammer, adroit_pen, adroit_relocate
+
+    hands = {
+        "pen": adroit_pen.AdroitHandPenEnv,
+        "door": adroit_door.AdroitHandDoorEnv,
+        "hammer": adroit_hammer.AdroitHandHammerEnv,
+        "relocate": adroit_relocate.AdroitHandRelocateEnv,
+    }
+    hand: Env = hands[task](**kwargs)
+    return hand
 
 
 class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
@@ -234,11 +266,14 @@ class PaddedAnt(gym.ObservationWrapper[Array, Array, Array]):
 
 
 def _adapted(name: str, adapter: type[Env], max_episode_steps: int, **kwargs: Any) -> str:
-    """Registers d4rl/`name`, and gives the id as `envs.make.make` takes it. Nothing is imported or made."""
-    gym.register(
-        f"d4rl/{name}", f"offline.environments:{adapter.__name__}", max_episode_steps=max_episode_steps, kwargs=kwargs
-    )
-    return f"offline.environments:d4rl/{name}"
+    """Registers d4rl/`name`, and gives the id as `envs.make.make` takes it."""
+    return _registered(f"d4rl/{name}", adapter, max_episode_steps, **kwargs)
+
+
+def _registered(name: str, adapter: type[Env], max_episode_steps: int, **kwargs: Any) -> str:
+    """Nothing is imported or made."""
+    gym.register(name, f"offline.environments:{adapter.__name__}", max_episode_steps=max_episode_steps, kwargs=kwargs)
+    return f"offline.environments:{name}"
 
 
 def _all() -> dict[str, str]:
@@ -276,6 +311,14 @@ def _all() -> dict[str, str]:
 
 
 ENVIRONMENTS = _all()
+# By task and whether a solved one ends the episode; horizons are those of the forks.
+BINARY = {
+    (task, ends): _registered(
+        f"adroit-binary/{task}{'-until-solved' * ends}-v0", AdroitBinary, steps, task=task, ends=ends
+    )
+    for task, steps in (("pen", 100), ("door", 200), ("relocate", 200))
+    for ends in (False, True)
+}
 
 
 def environment_of(dataset_id: str) -> str:

@@ -1,0 +1,97 @@
+"""The Adroit binary tasks: reward, end, and the datasets in both conventions."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SHARED
+
+from bench.adroit_binary import Args, main, until_solved
+from common.errors import InputError
+from envs.make import make
+from offline.dataset import load
+from offline.environments import BINARY, solved
+from offline.write import Transitions
+
+PEN = SHARED / "data" / "adroit" / "pen-human-sparse.hdf5"
+needs_demonstrations = pytest.mark.skipif(not PEN.exists(), reason=f"{PEN} is not there")
+
+
+def solve(task: str, env: Any) -> None:
+    """So that the next step finds the door open, or the pen in the direction asked for."""
+    hand = env.unwrapped
+    state = hand.get_env_state()
+    if task == "door":
+        state["qpos"][-2] = 1.4  # the hinge; behind it the latch
+        hand.set_env_state({key: state[key] for key in ("qpos", "qvel", "door_body_pos")})
+    else:
+        hand.set_env_state({"qpos": state["qpos"], "qvel": state["qvel"], "desired_orien": np.sqrt([0.5, 0, 0.5, 0])})
+
+
+@pytest.mark.parametrize("task", ["pen", "door"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_reward_end_and_what_the_observation_says(task: str, ends: bool) -> None:
+    """Against the success that Gymnasium-Robotics itself reports."""
+    env = make(BINARY[task, ends])
+    random, seen = np.random.default_rng(0), {False: 0, True: 0}
+    for seed in range(25):
+        env.reset(seed=seed)
+        if seed % 2:
+            solve(task, env)
+        for _ in range(6):
+            action = random.uniform(-0.3, 0.3, env.action_space.shape).astype(np.float32)
+            obs, reward, terminated, truncated, info = env.step(action)
+            assert reward == (0.0 if info["success"] else -1.0)
+            assert terminated == (info["success"] and ends)
+            assert not truncated
+            assert bool(solved(task, obs[None])[0]) == info["success"]
+            seen[info["success"]] += 1
+            if terminated:
+                break
+    assert min(seen.values()) > 3, seen
+
+
+def test_horizons() -> None:
+    assert {name: make(env_id).spec.max_episode_steps for name, env_id in BINARY.items()} == {
+        ("pen", False): 100, ("pen", True): 100, ("door", False): 200, ("door", True): 200,
+        ("relocate", False): 200, ("relocate", True): 200,
+    }  # fmt: skip
+
+
+def test_episodes_end_at_their_last_success_and_the_others_are_left_out() -> None:
+    rewards = np.array([-1, 0, -1, 0, -1, -1, -1, -1, 0], np.float32)  # three episodes, the second fails
+    cuts = np.array([0, 0, 0, 0, 1, 0, 1, 0, 1], bool)
+    rows, nothing = np.arange(9.0)[:, None], np.zeros(9, bool)
+    kept = until_solved(Transitions(rows, rows, rewards, rows + 1, nothing, nothing, cuts))
+    assert kept.obs[:, 0].tolist() == [0, 1, 2, 3, 7, 8]
+    assert kept.rewards.tolist() == [-1, 0, -1, 0, -1, 0]
+    assert kept.terminations.tolist() == [False, True, False, True, False, True]
+    assert not kept.timeouts.any()
+    with pytest.raises(InputError, match="no episode here ever solves"):
+        until_solved(Transitions(rows, rows, rewards * 0 - 1, rows + 1, nothing, nothing, cuts))
+
+
+@needs_demonstrations
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_the_whole_command(tmp_path: Path, goes_on: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    args = Args(str(PEN), str(tmp_path / "pen.hdf5"), goes_on=goes_on, rollouts=10, updates=400)
+    main(args)
+    dataset = load(args.output)
+    assert dataset.env == BINARY["pen", not goes_on]
+    rewards, terminations = dataset.column("rewards"), dataset.column("terminations")
+    assert np.array_equal(rewards == 0, solved("pen", dataset.column("next_obs")))
+    if goes_on:
+        assert len(dataset) == 25 * 199 + 10 * 100
+        assert not terminations.any()
+        assert dataset.lengths.tolist() == [199] * 25 + [100] * 10
+    else:
+        assert np.array_equal(terminations == 1, rewards == 0)
+        assert terminations[dataset.ends - 1].all()
+        assert len(dataset) < 25 * 199 + 10 * 100
+    before = Path(args.output).read_bytes()
+    main(args)
+    assert "nothing to do" in capfd.readouterr().err
+    assert Path(args.output).read_bytes() == before
+    with pytest.raises(InputError, match="made by other arguments"):
+        main(Args(str(PEN), args.output, goes_on=goes_on, rollouts=11, updates=400))
