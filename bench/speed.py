@@ -54,11 +54,9 @@ class Algorithm:
     peer_arguments: dict[str, Any]
     warm_steps: int  # whatever is compiled is compiled by then
     offline: bool = False
-
-    @property
-    def venv(self) -> str:
-        """Where the peers are installed."""
-        return ".venv-d3rlpy" if self.offline else ".venv-peers"
+    dataset: bool = False  # whether it needs one
+    venv: str = ".venv-peers"
+    """Where the peers are installed."""
 
 
 OFF_POLICY = {
@@ -93,6 +91,8 @@ ALGORITHMS = {
         peer_arguments={},
         warm_steps=WARM_UPDATES,
         offline=True,
+        dataset=True,
+        venv=".venv-d3rlpy",
     ),
     "cql": Algorithm(
         ours="bench/count_updates.py algos/cql.py --hidden 256 256 --critic-hidden 256 256 "
@@ -101,6 +101,16 @@ ALGORITHMS = {
         peer_arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier here either
         warm_steps=WARM_UPDATES,
         offline=True,
+        dataset=True,
+        venv=".venv-d3rlpy",
+    ),
+    "wsrl": Algorithm(  # its online phase, beside the same as a loop over separate critics
+        ours=f"algos/wsrl.py --offline-steps 0 --online-steps {FOREVER} --warmup-steps 1024",
+        peers={"loop": ""},
+        peer_arguments={},
+        warm_steps=1024 + WARM_UPDATES,
+        dataset=True,
+        venv=".venv",
     ),
 }
 
@@ -109,8 +119,8 @@ ALGORITHMS = {
 class Args:
     """What is measured, and for how long."""
 
-    algo: Literal["sac", "td3", "ppo", "iql", "cql"] = "sac"
-    """The algorithm; the last two learn from a dataset, beside d3rlpy."""
+    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl"] = "sac"
+    """The algorithm; iql and cql learn from a dataset, beside d3rlpy, wsrl online, beside a plain loop."""
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers; the dataset's, where there is one."""
     num_envs: int = 1
@@ -121,7 +131,7 @@ class Args:
     """Rounds; in each every program runs once, in a new order."""
     slice_seconds: float = 4.0
     """How long each runs in a round."""
-    peers: tuple[Literal["sb3", "sbx", "d3rlpy"], ...] = ("sb3", "sbx", "d3rlpy")
+    peers: tuple[Literal["sb3", "sbx", "d3rlpy", "loop"], ...] = ("sb3", "sbx", "d3rlpy", "loop")
     """Whom to run beside ours, of those that have the algorithm."""
     peers_python: Path | None = None
     """The Python that has them installed; that of .venv-peers or .venv-d3rlpy unless given."""
@@ -150,13 +160,13 @@ def python_of_peers(args: Args) -> Path:
 def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     """The command of every contender, ours first and the floor last."""
     algorithm = ALGORITHMS[args.algo]
-    theirs = dict(algorithm.peer_arguments)
+    theirs, data = dict(algorithm.peer_arguments), str((args.dataset or folder / "data.hdf5").resolve())
+    env_id = args.env if algorithm.offline else counted(args.env)
+    steps = ["--dataset", data] if algorithm.dataset else ["--total-steps", str(FOREVER)]
     if algorithm.offline:
-        env_id, data = args.env, str((args.dataset or folder / "data.hdf5").resolve())
-        steps = ["--dataset", data, "--offline-steps", str(FOREVER)]
+        steps += ["--offline-steps", str(FOREVER)]
         script, places = "bench/offline_peer.py", [data, str(folder / "d3rlpy")]
     else:
-        env_id, steps = counted(args.env), ["--total-steps", str(FOREVER)]
         script, places = "bench/peer.py", [env_id, str(args.num_envs)]
         if "n_steps" in theirs:  # theirs are those of each environment
             theirs["n_steps"] //= args.num_envs
@@ -166,6 +176,8 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     lines = {"ours": ours}
     for peer in peers(args):
         lines[peer] = [str(python_of_peers(args)), script, algorithm.peers[peer], *places, json.dumps(theirs)]
+    if "loop" in lines:
+        lines["loop"] = [sys.executable, "bench/wsrl_loop.py", env_id]
     if args.algo in PRODUCTS:
         lines["floor"] = [sys.executable, "bench/floor.py", args.algo, env_id]
     return lines
@@ -240,7 +252,7 @@ def main(args: Args) -> None:
     with contest() as (contenders, folder):
         metrics = folder / "run" / "metrics.csv"
         algorithm = ALGORITHMS[args.algo]
-        if algorithm.offline and not args.dataset:
+        if algorithm.dataset and not args.dataset:
             make_file(folder / "data.hdf5", TRANSITIONS)
         for name, command in commands(args, folder).items():
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps

@@ -20,6 +20,8 @@ from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products,
 from bench.rounds import read_rounds, report, write_rounds
 from bench.speed import ALGORITHMS, Args, commands, has_losses, update_times
 from bench.step_counter import COUNTER_FILE, counted, read_steps
+from bench.wsrl_loop import Loop
+from common.replay_buffer import Batch
 
 ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -203,13 +205,17 @@ def test_floor_has_the_flops_of_the_losses_by_autograd(algo: str) -> None:
     actor, obs, next_obs, actions = layers(o, h, h, 2 * a), torch.randn(b, o), torch.randn(b, o), torch.randn(b, a)
     if algo == "cql":  # ten times three, and the dataset's
         actions = torch.randn(31, b, a)
-    critics = [layers(o + a, h, h, 1) for _ in range(CRITICS)]
+    count, drawn, slices = (10, 2, 4) if algo == "wsrl" else (CRITICS, CRITICS, 1)
+    critics = [layers(o + a, h, h, 1) for _ in range(count)]
     with FlopCounterMode(display=False) as counter:
-        with torch.no_grad():
-            next_actions = mlp(next_obs, actor)[:, :a].tanh()
-            target = torch.stack([mlp(torch.cat([next_obs, next_actions], 1), w) for w in critics]).amin(0)
-        states = [obs @ w[0][:o] for w in critics]
-        sum(((values(s, actions, w) - target) ** 2).mean() for s, w in zip(states, critics, strict=True)).backward()
+        for _ in range(slices):
+            with torch.no_grad():
+                next_actions = mlp(next_obs, actor)[:, :a].tanh()
+                inputs = torch.cat([next_obs, next_actions], 1)
+                target = torch.stack([mlp(inputs, w) for w in critics[:drawn]]).amin(0)
+            states = [obs @ w[0][:o] for w in critics]
+            sum(((values(s, actions, w) - target) ** 2).mean() for s, w in zip(states, critics, strict=True)).backward()
+        obs = obs.repeat(slices, 1)
         pi = mlp(obs, actor)[:, :a].tanh()
         frozen = [[x.detach() for x in w] for w in critics]
         # SAC's critics have moved by now; CQL's have not.
@@ -261,6 +267,21 @@ def test_all_get_the_same_environment_and_number_of_it(tmp_path: Path) -> None:
     assert all(counted("Hopper-v4") in line for line in lines.values())
     assert lines["ours"][-2:] == ["--num-envs", "3"]
     assert lines["sb3"][4] == lines["sbx"][4] == "3"
+
+
+def test_the_loop_gets_our_environment_and_does_our_products(tmp_path: Path) -> None:
+    """Its update costs the floor's FLOPs, and those of the first layers' gradients with respect to (s, π(s))'s s."""
+    lines = commands(Args(algo="wsrl"), tmp_path)
+    assert list(lines) == ["ours", "loop", "floor"]
+    assert all(counted("HalfCheetah-v4") in line for line in lines.values())
+    assert str(tmp_path / "data.hdf5") in lines["ours"]
+    o, a, n = 17, 6, 4 * BATCH
+    loop = Loop(o, a)
+    batch = Batch(torch.randn(n, o), torch.rand(n, a), torch.randn(n), torch.randn(n, o), torch.zeros(n))
+    with FlopCounterMode(display=False) as counter:
+        loop.update(batch)
+    of_observations = 2 * 10 * n * HIDDEN * o
+    assert counter.get_total_flops() == sum(p.flops for p in PRODUCTS["wsrl"](o, a)) + of_observations
 
 
 @pytest.mark.parametrize("algo", ["iql", "cql"])
