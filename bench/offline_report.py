@@ -110,7 +110,11 @@ def d3rlpy_table() -> str:
                     runs[who] += [[by_seed[seed][updates] for seed in seeds]] if seeds else []
             cells = ["not run", "", ""]
             if runs[""]:
-                cells = [f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in map(over_datasets, runs.values())]
+                several = any(len(scores) > 1 for scores in runs[""])  # else there is nothing to draw from
+                cells = [
+                    f"{m:.1f} ({low:.1f} to {high:.1f})" if several else f"{m:.1f}"
+                    for m, low, high in map(over_datasets, runs.values())
+                ]
                 cells.insert(0, f"{len(runs[''])}, {' + '.join(str(len(scores)) for scores in runs[''])}")
             lines.append(f"| {algo.upper()} | {updates:,} | {' | '.join(cells)} |")
     return "\n".join(lines)

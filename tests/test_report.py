@@ -10,6 +10,7 @@ from conftest import ROOT
 
 from bench import offline_report, report
 from bench.alternate import Slice
+from bench.keep import keep
 from bench.rounds import write_rounds
 
 
@@ -135,3 +136,15 @@ class TestFromDatasets:
         results("online", "cql-mix", "a", 2, s0=30.0, s1=30.0, s5=30.0, s10=30.0, s20=90.0)
         row = offline_report.online_table().splitlines()[2]
         assert row == "| cql-mix, a | 10 | 25.0 ± 7.1 (2) | 50.0 ± 28.3 (2) | 0.65 |"
+
+
+def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    arguments = {"dataset": "/somewhere/data/a.hdf5", "run_dir": str(tmp_path), "init_from": "/runs/b", "gamma": 0.9}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"algo": "iql", "arguments": arguments, "commit": "c"}))
+    (tmp_path / "run" / "evaluations.csv").write_text("step\n0\n")
+    keep(tmp_path / "run", tmp_path / "kept" / "1")
+    assert json.loads((tmp_path / "kept" / "1" / "config.json").read_text()) == {
+        "algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b", "gamma": 0.9}, "commit": "c",
+    }  # fmt: skip
+    assert (tmp_path / "kept" / "1" / "evaluations.csv").read_text() == "step\n0\n"
