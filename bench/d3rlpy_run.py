@@ -46,7 +46,8 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path)
     eval_envs, eval_seeds = [make(env_id) for _ in range(EPISODES)], seeds(seed, "evaluation", EPISODES)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "algo": f"d3rlpy {name}", "dataset": Path(path).stem, "seed": seed, "steps": steps, "env": env_id,
+        "algo": f"d3rlpy {name}",
+        "arguments": {"dataset": Path(path).stem, "env": env_id, "seed": seed, "offline_steps": steps},
         "configuration": json.loads(agent.config.to_json()),
         "versions": {"d3rlpy": d3rlpy.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "threads": torch.get_num_threads(),

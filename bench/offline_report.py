@@ -1,7 +1,8 @@
 """Tables of what was learned from datasets, and online behind them, from results/offline and results/online alone.
 
-results/offline/<algorithm>/<dataset>/<seed>/evaluations.csv ends at step 0; in results/online/<algorithm>-<retain>/ the
-steps go on. Scores are those of `offline.scores`, of the deterministic policy over each evaluation's episodes.
+In results/offline/<algorithm>/<dataset>/<seed>/evaluations.csv steps count up to 0, the end of the updates that its
+config.json asks for, whether the run got there or not; in results/online/<algorithm>-<retain>/ they count on from 0.
+Scores are those of `offline.scores`, of the deterministic policy over each evaluation's episodes.
 """
 
 import csv
@@ -20,7 +21,8 @@ ALGORITHMS = {
     "bc": "BC", "td3_bc": "TD3+BC", "iql": "IQL", "d3rlpy-iql": "d3rlpy's IQL", "cql": "CQL",
     "d3rlpy-cql": "d3rlpy's CQL",
 }  # fmt: skip
-Curve = dict[int, float]  # mean score of an evaluation's episodes, by step
+UPDATES = (30_000, 100_000)  # after which the tables show the scores
+Curve = dict[int, float]  # mean score of an evaluation's episodes, by step, or by number of updates
 
 
 def facts(dataset: str) -> dict[str, str]:
@@ -43,6 +45,17 @@ def curves(folder: str) -> dict[tuple[str, str], dict[str, Curve]]:
     return found
 
 
+def by_updates() -> dict[tuple[str, str], dict[str, Curve]]:
+    """The curves of results/offline, their steps counted from the first update."""
+    found = curves("offline")
+    for (algo, dataset), seeds in found.items():
+        for seed, curve in seeds.items():
+            config = json.loads((RESULTS / "offline" / algo / dataset / seed / "config.json").read_text())
+            total = config["arguments"]["offline_steps"]
+            seeds[seed] = {total + step: score for step, score in curve.items()}
+    return found
+
+
 def spread(values: list[float]) -> str:
     """Mean ± standard deviation (how many)."""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
@@ -50,13 +63,17 @@ def spread(values: list[float]) -> str:
 
 
 def offline_table() -> str:
-    """Scores after the last update of every algorithm on every dataset, beside the behaviour's."""
-    found = curves("offline")
-    datasets = sorted({dataset for _, dataset in found})
-    lines = ["| | behaviour | " + " | ".join(ALGORITHMS.values()) + " |", "|---" * (len(ALGORITHMS) + 2) + "|"]
-    for dataset in datasets:
-        cells = [spread([c[0] for c in found[algo, dataset].values() if 0 in c]) for algo in ALGORITHMS]
-        lines.append(f"| {dataset} | {float(facts(dataset)['score']):.1f} | {' | '.join(cells)} |")
+    """Scores after so many updates of every algorithm on every dataset, beside the behaviour's."""
+    found = by_updates()
+    lines = [
+        "| | updates | behaviour | " + " | ".join(ALGORITHMS.values()) + " |",
+        "|---" * (len(ALGORITHMS) + 3) + "|",
+    ]
+    for dataset in sorted({dataset for _, dataset in found}):
+        for updates in UPDATES:
+            reached = [[c[updates] for c in found[algo, dataset].values() if updates in c] for algo in ALGORITHMS]
+            behaviour = f"{float(facts(dataset)['score']):.1f}"
+            lines.append(f"| {dataset} | {updates:,} | {behaviour} | {' | '.join(map(spread, reached))} |")
     return "\n".join(lines)
 
 
@@ -80,22 +97,26 @@ def over_datasets(runs: list[list[float]], resamples: int = 20_000) -> tuple[flo
 
 
 def d3rlpy_table() -> str:
-    """Ours beside d3rlpy's over the datasets that both were run on with equally many seeds."""
-    found = curves("offline")
-    lines = ["| | datasets, seeds of each | onramp: interquartile mean | d3rlpy |", "|---|---|---|---|"]
+    """Ours beside d3rlpy's over the datasets and seeds that both were run on."""
+    found = by_updates()
+    lines = ["| | updates | datasets, seeds of each | onramp: interquartile mean | d3rlpy |", "|---|---|---|---|---|"]
     for algo in ("iql", "cql"):
-        runs: dict[str, list[list[float]]] = {"": [], "d3rlpy-": []}
-        for dataset in sorted({dataset for _, dataset in found}):
-            both = [{s: c[0] for s, c in found[f"{who}{algo}", dataset].items() if 0 in c} for who in runs]
-            seeds = sorted(both[0].keys() & both[1].keys())
-            for who, scores in zip(runs, both, strict=True):
-                runs[who] += [[scores[seed] for seed in seeds]] if seeds else []
-        if runs[""]:
-            cells = [f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in map(over_datasets, runs.values())]
-            seeds_of_each = " + ".join(str(len(scores)) for scores in runs[""])
-            lines.append(f"| {algo.upper()} | {len(runs[''])}, {seeds_of_each} | {' | '.join(cells)} |")
-        else:
-            lines.append(f"| {algo.upper()} | not run |||")
+        for updates in UPDATES:
+            runs: dict[str, list[list[float]]] = {"": [], "d3rlpy-": []}
+            for dataset in sorted({dataset for _, dataset in found}):
+                both = [found[f"{who}{algo}", dataset] for who in runs]
+                seeds = sorted(set.intersection(*({s for s, c in by_seed.items() if updates in c} for by_seed in both)))
+                for who, by_seed in zip(runs, both, strict=True):
+                    runs[who] += [[by_seed[seed][updates] for seed in seeds]] if seeds else []
+            cells = ["not run", "", ""]
+            if runs[""]:
+                several = any(len(scores) > 1 for scores in runs[""])  # else there is nothing to draw from
+                cells = [
+                    f"{m:.1f} ({low:.1f} to {high:.1f})" if several else f"{m:.1f}"
+                    for m, low, high in map(over_datasets, runs.values())
+                ]
+                cells.insert(0, f"{len(runs[''])}, {' + '.join(str(len(scores)) for scores in runs[''])}")
+            lines.append(f"| {algo.upper()} | {updates:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

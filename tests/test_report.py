@@ -10,6 +10,7 @@ from conftest import ROOT
 
 from bench import offline_report, report
 from bench.alternate import Slice
+from bench.keep import keep
 from bench.rounds import write_rounds
 
 
@@ -89,6 +90,7 @@ class TestFromDatasets:
             """Two episodes an evaluation, 10 points below and above; s5=30.0 is score 30 at step 5, m5 at step -5."""
             path = tmp_path / folder / algo / dataset / str(seed) / "evaluations.csv"
             path.parent.mkdir(parents=True)
+            (path.parent / "config.json").write_text(json.dumps({"arguments": {"offline_steps": 100_000}}))
             lines = ["step,episode,return,length,success,normalized_score"]
             for key, score in scores.items():
                 step = int(key[1:]) * (-1 if key[0] == "m" else 1)
@@ -98,17 +100,19 @@ class TestFromDatasets:
 
         return add
 
-    def test_offline_scores_are_those_at_the_switch(self, results: Callable[..., None]):
-        results("offline", "iql", "a", 1, m5=70.0, s0=40.0)
+    def test_offline_scores_are_those_after_so_many_updates(self, results: Callable[..., None]):
+        results("offline", "iql", "a", 1, m70000=70.0, s0=40.0)
         results("offline", "iql", "a", 2, s0=60.0)
         results("offline", "iql", "a", 3, m5=99.0)  # not there yet
         results("offline", "d3rlpy-iql", "a", 1, s0=30.0)
-        row = offline_report.offline_table().splitlines()[2].split(" | ")
-        assert row[:2] == ["| a", "31.0"]
-        names = list(offline_report.ALGORITHMS)
-        assert row[2 + names.index("iql")] == "50.0 ± 14.1 (2)"
-        assert row[2 + names.index("d3rlpy-iql")] == "30.0 (1)"
-        assert row[2 + names.index("bc")] == "not run"
+        early, late = (line.split(" | ") for line in offline_report.offline_table().splitlines()[2:])
+        assert early[:3] == ["| a", "30,000", "31.0"]
+        assert late[:3] == ["| a", "100,000", "31.0"]
+        column = {name: 3 + i for i, name in enumerate(offline_report.ALGORITHMS)}
+        assert early[column["iql"]] == "70.0 (1)"
+        assert late[column["iql"]] == "50.0 ± 14.1 (2)"
+        assert late[column["d3rlpy-iql"]] == "30.0 (1)"
+        assert (early[column["d3rlpy-iql"]], late[column["bc"]]) == ("not run", "not run")
 
     def test_both_are_compared_on_what_both_ran(self, results: Callable[..., None]):
         for seed, score in ((1, 40.0), (2, 50.0), (3, 90.0)):
@@ -116,9 +120,10 @@ class TestFromDatasets:
         results("offline", "iql", "b", 1, s0=99.0)
         for seed, score in ((1, 20.0), (2, 30.0)):
             results("offline", "d3rlpy-iql", "a", seed, s0=score)
-        iql, cql = offline_report.d3rlpy_table().splitlines()[2:]
-        assert iql == "| IQL | 1, 2 | 45.0 (40.0 to 50.0) | 25.0 (20.0 to 30.0) |"
-        assert cql == "| CQL | not run |||"
+        early, late, cql, _ = offline_report.d3rlpy_table().splitlines()[2:]
+        assert late == "| IQL | 100,000 | 1, 2 | 45.0 (40.0 to 50.0) | 25.0 (20.0 to 30.0) |"
+        assert early == "| IQL | 30,000 | not run |  |  |"
+        assert cql == "| CQL | 30,000 | not run |  |  |"
 
     def test_bootstrap_is_within_each_dataset(self):
         """A dataset whose seeds agree adds nothing to the interval, however far it is from the others."""
@@ -131,3 +136,15 @@ class TestFromDatasets:
         results("online", "cql-mix", "a", 2, s0=30.0, s1=30.0, s5=30.0, s10=30.0, s20=90.0)
         row = offline_report.online_table().splitlines()[2]
         assert row == "| cql-mix, a | 10 | 25.0 ± 7.1 (2) | 50.0 ± 28.3 (2) | 0.65 |"
+
+
+def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    arguments = {"dataset": "/somewhere/data/a.hdf5", "run_dir": str(tmp_path), "init_from": "/runs/b", "gamma": 0.9}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"algo": "iql", "arguments": arguments, "commit": "c"}))
+    (tmp_path / "run" / "evaluations.csv").write_text("step\n0\n")
+    keep(tmp_path / "run", tmp_path / "kept" / "1")
+    assert json.loads((tmp_path / "kept" / "1" / "config.json").read_text()) == {
+        "algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b", "gamma": 0.9}, "commit": "c",
+    }  # fmt: skip
+    assert (tmp_path / "kept" / "1" / "evaluations.csv").read_text() == "step\n0\n"
