@@ -101,7 +101,7 @@ def flags(algo: str = "sac", **arguments: Any) -> list[str]:
     said: list[str] = []
     for name, value in arguments_of(algo, arguments).items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, bool) and isinstance(getattr(module(algo).Args, name), bool):  # else it may be None too
             said += [f"--{flag}" if value else f"--no-{flag}"]
         else:
             said += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
