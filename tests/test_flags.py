@@ -59,8 +59,8 @@ def test_both_branches_of_every_boolean_flag(
 
 
 def test_sizes_of_files():
-    """Each can be read in one sitting."""
-    for folder, limit in (("algos", 350), ("common", 300), ("envs", 300), ("bench", 300), ("offline", 400)):
+    """The design's 400 lines are the limit; an algorithm aims at 250 (WSRL's three phases take most)."""
+    for folder, limit in (("algos", 400), ("common", 300), ("envs", 300), ("bench", 300), ("offline", 400)):
         for path in (ROOT / folder).glob("*.py"):
             assert len(path.read_text().splitlines()) <= limit, path
 
