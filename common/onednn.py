@@ -112,6 +112,9 @@ class _Network(torch.autograd.Function):
         for layers, upstream in zip(members, gradient.unbind() if ctx.ensemble else [gradient], strict=True):
             delta, mine = upstream.contiguous(), []
             before = [[inputs], *(list(itertools.islice(hidden, 4 if layer[2:] else 1)) for layer in layers[:-1])]
+            rows = None if any(parameters_need_it) else _rows_with_a_gradient(delta)
+            if rows is not None:
+                delta, before = delta[rows], [[part[rows] for part in parts] for parts in before]
             for k in reversed(range(len(layers))):
                 activations, *normalized = before[k]
                 if any(parameters_need_it):
@@ -132,12 +135,24 @@ class _Network(torch.autograd.Function):
                     mine += [of_shift, of_scale] if needed[1] else []
             of_parameters.append(mine[::-1])
             if inputs_need_it:
+                if rows is not None:
+                    delta = torch.zeros_like(inputs).index_add_(0, rows, delta)
                 of_inputs = delta if of_inputs is None else of_inputs + delta
         if not any(parameters_need_it):
             return None, None, of_inputs, *(None for _ in parameters_need_it)
         if not ctx.ensemble:
             return None, None, of_inputs, *of_parameters[0]
         return None, None, of_inputs, *map(torch.stack, zip(*of_parameters, strict=True))
+
+
+def _rows_with_a_gradient(delta: Tensor) -> Tensor | None:
+    """Numbers of the rows of `delta` [batch, outputs] that are not zero, where most are: the smallest of many critics
+    gives a gradient to one of them. A few zero rows join them, as oneDNN compiles a kernel for each number of rows.
+    """
+    moves = (delta != 0).any(1)
+    count = int(moves.sum())
+    count += -count % 32
+    return moves.argsort(descending=True, stable=True)[:count] if 2 * count <= len(delta) else None
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from common import onednn
 from common.networks import Adam, EnsembleLinear, Polyak, TanhGaussian, frozen, mlp
 
+PRODUCT = "mkldnn::_linear_pointwise"
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
@@ -112,6 +114,25 @@ def test_network_and_its_gradients_equal_layer_by_layer_in_float64(layer_norm: b
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5 * b.grad.abs().max().item())
 
 
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("never_smallest", [[], [0, 2], [0, 2, 3, 4]])
+def test_gradient_of_the_smallest_of_many_networks_in_float64(layer_norm: bool, never_smallest: list[int]):
+    """Members pass on the rows that have a gradient, which may be none and may be all."""
+    net = mlp([23, 256, 200, 1], generator(), 5, layer_norm=layer_norm).requires_grad_(False)
+    net[-1].bias[never_smallest] += 100.0
+    exact = copy.deepcopy(net).double()
+    inputs = torch.randn(1024, 23, generator=generator(1), requires_grad=True)
+    double = inputs.detach().double().requires_grad_()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        net(inputs).amin(0).square().sum().backward()
+    torch.nn.Sequential.forward(exact, double).amin(0).square().sum().backward()
+    torch.testing.assert_close(inputs.grad.double(), double.grad, rtol=1e-4, atol=1e-5 * double.grad.abs().max().item())
+    products = [event.input_shapes for event in profile.events() if event.name in ("aten::mm", PRODUCT)]
+    rows = [left[0] for left, right, *_ in products if left[1:] == [256] and 23 in right]
+    rounded_up = [-(-count // 32) * 32 for count in net(inputs).argmin(0).flatten().bincount(minlength=5).tolist()]
+    assert rows == [count if 2 * count <= 1024 else 1024 for count in rounded_up]
+
+
 def test_onednn_computes_the_large_products_where_it_is_there():
     """Else the speed would be lost in silence, with every number still right."""
     if not onednn.AVAILABLE:
@@ -121,7 +142,7 @@ def test_onednn_computes_the_large_products_where_it_is_there():
         net(torch.randn(256, 23)).sum().backward()
     names = [event.name for event in profile.events()]
     # Forward: two layers of two members; backward: both weights' gradients and one layer's inputs'.
-    assert names.count("mkldnn::_linear_pointwise") == 4 + 6
+    assert names.count(PRODUCT) == 4 + 6
 
 
 def test_frozen_network_passes_its_gradient_on_and_gets_none():
