@@ -12,6 +12,7 @@ import torch
 
 import envs.state
 import envs.vector
+import offline.switch
 from common.command_line import command_line
 from common.networks import Adam
 
@@ -19,6 +20,7 @@ algorithm = importlib.import_module(f"algos.{sys.argv[1]}")
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (envs.state.ExactState, "step"),
     "async step": (envs.vector.Processes, "step"),
+    "online step": (offline.switch.Switch, "add"),
     "update": (Adam, "descend"),
     "evaluation": (algorithm, "evaluate"),
     "torch.save": (torch, "save"),

@@ -76,18 +76,22 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
         ("iql", "Pendulum-v1", 2, "sync"),
         ("cql", "Pendulum-v1", 2, "sync"),
         ("td3_bc", "Pendulum-v1", 1, "sync"),
+        ("wsrl", "Pendulum-v1", 1, "sync"),
     ],
 )
 def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
     algo: str, tmp_path: Path, env: str, num_envs: int, vectorizer: str
 ):
     """One run, killed in each of these places in turn; in a checkpoint at each of its writes, and at the rename."""
-    arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": 1_500}
+    total = 2_000 if algo == "wsrl" else 1_500  # three more kills on its way
+    arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total}
     assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
     run_dir = tmp_path / "killed"
     step, early, late = ("async step", 150, 33) if vectorizer == "async" else ("step", 500, 133)
     places = [(step, early), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
     places += [("torch.save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
+    if algo == "wsrl":  # in the warm-up of 70 steps, with its last and with the first behind it
+        places = [("online step", 40), ("online step", 70), ("online step", 71), *places]
     for place, n in places:
         line = [
             sys.executable,
@@ -114,6 +118,7 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
         ("iql", signal.SIGTERM, 143, "sync"),
         ("cql", signal.SIGINT, 130, "sync"),
         ("td3_bc", signal.SIGINT, 130, "sync"),
+        ("wsrl", signal.SIGTERM, 143, "sync"),
     ],
 )
 def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
