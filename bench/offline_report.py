@@ -32,16 +32,21 @@ def facts(dataset: str) -> dict[str, str]:
 
 
 def curves(folder: str) -> dict[tuple[str, str], dict[str, Curve]]:
-    """(algorithm, dataset) to seed to curve, of results/<folder>."""
+    """(algorithm, dataset) to seed to curve, of results/<folder>: normalised scores, or where episodes are solved or
+    not, how many per cent of them are.
+    """
     found: dict[tuple[str, str], dict[str, Curve]] = defaultdict(dict)
     for path in sorted((RESULTS / folder).glob("*/*/*/evaluations.csv")):
         algo, dataset, seed = path.parts[-4:-1]
-        between = reference(facts(dataset)["environment"])
-        assert between is not None, f"{dataset}: nobody published what scores 0 and 100"
+        between = reference(json.loads((path.parent / "config.json").read_text())["arguments"]["env"])
         episodes: dict[int, list[float]] = defaultdict(list)
         for row in csv.DictReader(path.open()):
-            episodes[int(row["step"])].append(float(row["return"]))
-        found[algo, dataset][seed] = {s: float(normalized(r, between).mean()) for s, r in episodes.items()}
+            if between is None:
+                assert row["success"], f"{path}: neither success, nor a return that anyone published a scale for"
+                episodes[int(row["step"])].append(100.0 * float(row["success"]))
+            else:
+                episodes[int(row["step"])].append(float(normalized(float(row["return"]), between)))
+        found[algo, dataset][seed] = {step: statistics.mean(scores) for step, scores in episodes.items()}
     return found
 
 
@@ -129,4 +134,31 @@ def online_table() -> str:
         before, after = spread([c[0] for c in seeds.values()]), spread([c[last] for c in seeds.values()])
         regret = statistics.mean(1 - statistics.mean(scores) / 100 for scores in online)
         lines.append(f"| {algo}, {dataset} | {last:,} | {before} | {after} | {regret:.2f} |")
+    return "\n".join(lines)
+
+
+VARIANTS = {
+    "wsrl": "WSRL", "no-warmup": "no warm-up", "random-warmup": "random warm-up", "online-cql": "pessimism kept",
+    "mix": "data retained", "rlpd": "RLPD",
+}  # fmt: skip
+SOON = 20_000  # steps behind the switch
+
+
+def wsrl_curves() -> dict[str, dict[str, dict[str, Curve]]]:
+    """Dataset to variant, in the order of VARIANTS, to seed to curve, of results/wsrl/<variant>/<dataset>/<seed>."""
+    found = curves("wsrl")
+    datasets = sorted({dataset for _, dataset in found})
+    return {d: {name: found[v, d] for v, name in VARIANTS.items() if (v, d) in found} for d in datasets}
+
+
+def wsrl_table() -> str:
+    """What WSRL and the paper's comparisons score at the switch, at worst soon behind it, then, and at the end."""
+    lines = ["| | | at the switch | lowest until 20,000 | at 20,000 | at the end |", "|---|---|---|---|---|---|"]
+    for dataset, variants in wsrl_curves().items():
+        last = min(max(curve) for seeds in variants.values() for curve in seeds.values())
+        for name, seeds in variants.items():
+            runs = list(seeds.values())
+            lowest = [min(score for step, score in c.items() if 0 < step <= SOON) for c in runs]
+            columns = [[c[0] for c in runs], lowest, [c[SOON] for c in runs], [c[last] for c in runs]]
+            lines.append(f"| {dataset}, {last:,} steps | {name} | {' | '.join(map(spread, columns))} |")
     return "\n".join(lines)

@@ -86,16 +86,17 @@ class TestFromDatasets:
             facts = {"environment": "Hopper-v4", "score": 31.0}
             (tmp_path / "datasets" / f"{name}.json").write_text(json.dumps(facts))
 
-        def add(folder: str, algo: str, dataset: str, seed: int, **scores: float) -> None:
+        def add(folder: str, algo: str, dataset: str, seed: int, env: str = "Hopper-v4", **scores: float) -> None:
             """Two episodes an evaluation, 10 points below and above; s5=30.0 is score 30 at step 5, m5 at step -5."""
             path = tmp_path / folder / algo / dataset / str(seed) / "evaluations.csv"
             path.parent.mkdir(parents=True)
-            (path.parent / "config.json").write_text(json.dumps({"arguments": {"offline_steps": 100_000}}))
+            (path.parent / "config.json").write_text(json.dumps({"arguments": {"env": env, "offline_steps": 100_000}}))
             lines = ["step,episode,return,length,success,normalized_score"]
             for key, score in scores.items():
                 step = int(key[1:]) * (-1 if key[0] == "m" else 1)
                 for i, of in enumerate((score - 10, score + 10)):
-                    lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,,")
+                    solved = "" if env == "Hopper-v4" else int(of > 50)
+                    lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,{solved},")
             path.write_text("\n".join(lines) + "\n")
 
         return add
@@ -136,6 +137,20 @@ class TestFromDatasets:
         results("online", "cql-mix", "a", 2, s0=30.0, s1=30.0, s5=30.0, s10=30.0, s20=90.0)
         row = offline_report.online_table().splitlines()[2]
         assert row == "| cql-mix, a | 10 | 25.0 ± 7.1 (2) | 50.0 ± 28.3 (2) | 0.65 |"
+
+    def test_wsrl_beside_its_variants(self, results: Callable[..., None]):
+        """At the switch, the lowest until 20 000, at 20 000, and where the shortest run ends; solved episodes in per
+        cent where returns have no scale.
+        """
+        results("wsrl", "wsrl", "a", 1, s0=30.0, s5000=10.0, s10000=25.0, s20000=40.0, s25000=5.0, s40000=80.0)
+        results("wsrl", "wsrl", "a", 2, s0=50.0, s10000=20.0, s20000=60.0, s40000=90.0, s60000=0.0)
+        results("wsrl", "mix", "a", 1, s0=30.0, s10000=40.0, s20000=50.0, s40000=60.0)
+        results("wsrl", "wsrl", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
+        assert offline_report.wsrl_table().splitlines()[2:] == [
+            "| a, 40,000 steps | WSRL | 40.0 ± 14.1 (2) | 15.0 ± 7.1 (2) | 50.0 ± 14.1 (2) | 85.0 ± 7.1 (2) |",
+            "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) |",
+            "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |",
+        ]
 
 
 def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
