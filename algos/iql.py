@@ -107,14 +107,7 @@ class Actor(nn.Module):
 
     def dropped_out(self, obs: Tensor, generator: torch.Generator) -> Tensor:
         """μ with a share of the hidden units left out."""
-        if not self.dropout:
-            return self(obs)
-        for layer in self.net:
-            obs = layer(obs)
-            if isinstance(layer, nn.ReLU):
-                kept = torch.rand(obs.shape, generator=generator, device=obs.device) >= self.dropout
-                obs = obs * kept / (1.0 - self.dropout)
-        return torch.tanh(obs)
+        return torch.tanh(self.net.dropped_out(obs, self.dropout, generator))
 
     @property
     def clipped_log_std(self) -> Tensor:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from common.onednn import EPSILON, IN_PLACE, WORTHWHILE, Activation, Layers, net
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
+M = TypeVar("M", bound=nn.Module)
 
 
 class EnsembleLinear(nn.Module):
@@ -84,6 +85,17 @@ class MLP(nn.Sequential):
         """
         return self._through([tuple(part[index] for part in layer) for layer in self._layers], inputs)
 
+    def dropped_out(self, inputs: Tensor, share: float, generator: torch.Generator) -> Tensor:
+        """As `forward`, with a share of the hidden units left out and the others scaled up (Srivastava et al. 2014)."""
+        if not share:
+            return self.forward(inputs)
+        for layer in self:
+            inputs = layer(inputs)
+            if isinstance(layer, nn.ReLU | nn.Tanh):
+                kept = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
+                inputs = inputs * kept / (1.0 - share)
+        return inputs
+
     def _through(self, layers: Layers, inputs: Tensor) -> Tensor:
         large = inputs.device.type == "cpu" and len(inputs) * self._largest >= WORTHWHILE
         if large and inputs.dtype == torch.float32 and not torch.compiler.is_compiling():
@@ -129,6 +141,16 @@ def orthogonal(network: MLP, generator: torch.Generator, last_gain: float = math
         for weight in [layer.weight] if isinstance(layer, nn.Linear) else layer.weight:
             nn.init.orthogonal_(weight, gain, generator=generator)
         nn.init.zeros_(layer.bias)
+    return network
+
+
+def glorot(network: M, generator: torch.Generator) -> M:
+    """The network, its weights uniform within ±√(6 / (inputs + outputs)) (Glorot and Bengio 2010), its biases zero."""
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear | EnsembleLinear):
+            bound = math.sqrt(6.0 / sum(layer.weight.shape[-2:]))
+            nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+            nn.init.zeros_(layer.bias)
     return network
 
 
@@ -180,8 +202,11 @@ class Adam(torch.optim.Adam):
     the same bit for bit, and so is the form of its state.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8) -> None:
-        super().__init__(parameters, lr, eps=eps, fused=True)
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
+        """`weight_decay`: AdamW's (Loshchilov and Hutter 2019, arXiv 1711.05101), times the learning rate."""
+        super().__init__(parameters, lr, eps=eps, weight_decay=weight_decay, fused=True, decoupled_weight_decay=True)
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
             self.state[parameter] |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -216,10 +241,10 @@ class Adam(torch.optim.Adam):
             scale = ((norm + 1e-6) / max_gradient_norm).clamp(min=1.0).float()
         with torch.no_grad():
             self.step_count += 1
-            torch._fused_adam_(
+            torch._fused_adamw_(
                 parameters, gradients, self._means, self._squares, [], [self.step_count] * len(parameters),
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                weight_decay=0.0, amsgrad=False, maximize=False, grad_scale=scale,
+                weight_decay=group["weight_decay"], amsgrad=False, maximize=False, grad_scale=scale,
             )  # fmt: skip
 
 

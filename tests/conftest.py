@@ -50,8 +50,21 @@ SMALL: dict[str, dict[str, Any]] = {
         "calibrated": True,
         "warmup_steps": 70,
     },
+    "expo": COMMON
+    | {
+        "size": "small",
+        "batch_size": 16,
+        "buffer_size": 10_000,
+        "width": 16,
+        "critics": 3,
+        "utd": 2,
+        "base_samples": 2,
+        "edits": 2,
+        "random_steps": 70,
+        "edit_scale": 0.3,
+    },
 }
-OFFLINE = ("bc", "cql", "iql", "td3_bc", "wsrl")  # these begin with a dataset
+OFFLINE = ("bc", "cql", "expo", "iql", "td3_bc", "wsrl")  # these begin with a dataset
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 

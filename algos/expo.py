@@ -1,0 +1,413 @@
+"""EXPO: a diffusion policy that only imitates, small edits of its actions that reinforcement learning makes, and the
+best of both by the critics, drawn anew wherever an action is needed.
+
+Dong, Li, Sadigh and Finn 2025, "EXPO: Stable Reinforcement Learning with Expressive Policies", arXiv 2507.07986. The
+base policy is a DDPM (Ho et al. 2020, arXiv 2006.11239) as in IDQL (Hansen-Estruch et al. 2023, arXiv 2304.10573); the
+critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv 2302.02948).
+
+    python algos/expo.py --dataset antmaze-large-diverse-v2 --offline-steps 500000 --online-steps 200000  # fine-tuning
+    python algos/expo.py --dataset data/pen-binary.hdf5 --offline-steps 0 --online-steps 200000  # online, with the data
+    python algos/expo.py --dataset data/pen-binary.hdf5 --offline-steps 0 --online-steps 20000 --size small
+
+Ablations are flags:
+- no edits, as IDQL: --edits 0                        - edited samples alone: --no-base-candidates
+- the best when acting alone: --no-best-backup        - drawn by their values: --selection soft
+- flow matching for diffusion: --policy flow
+
+Where the authors' code leaves a choice (docs/expo.md says why):
+- log α is held below 20: with the small edits of most tasks the target entropy is out of reach, and α grows for ever;
+- the base samples of all updates of a step are drawn in one batch, before the critics move: the base policy does not.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.checkpoint import restore, state_of
+from common.command_line import command_line
+from common.denoiser import Denoiser
+from common.errors import InputError
+from common.evaluate import evaluate
+from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
+from common.replay_buffer import Batch
+from common.run import Run
+from envs.make import make, make_vector, seeds
+from envs.state import get_states, set_states
+from offline.switch import OfflineArgs, Switch, with_presets
+
+Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+
+
+@dataclass
+class Args(OfflineArgs):
+    may_be_zero = ("random_steps", "edits", "dropout", "weight_decay")
+    any_sign = ("reward_shift",)
+
+    # From data to online
+    retain: Literal["none", "append", "mix"] = "mix"
+    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    random_steps: int | None = None
+    """Uniform random steps before learning, where nothing was learned offline; by the dataset's domain."""
+    utd: int | None = None  # type: ignore[assignment]
+    """Critic updates for each environment step; base policy and edits learn once, from the last batch; by --size."""
+
+    # Networks
+    size: Literal["paper", "small"] = "paper"
+    """The paper's, or what a laptop can run: sets what is said to be by --size."""
+    policy: Literal["diffusion", "flow"] = "diffusion"
+    """The base policy: DDPM, or flow matching with Euler steps."""
+    hidden: tuple[int, ...] | None = None
+    """Widths of the hidden layers of critics and edit policy; by --size."""
+    width: int | None = None
+    """Of the base policy's residual stream; by --size."""
+    blocks: int | None = None
+    """Residual blocks of the base policy; by --size."""
+    critics: int = 10
+    """Critics."""
+    target_critics: int | None = None
+    """How many, drawn anew each time, choose an action, and how many value it; by the dataset's domain."""
+    dropout: float | None = None
+    """Dropout in the edit policy's hidden layers; by the dataset's domain."""
+
+    # Acting
+    denoising_steps: int | None = None
+    """Steps T of the base policy from noise to an action; by --size."""
+    base_samples: int | None = None
+    """Base samples N in each choice; by --size."""
+    edits: int | None = None
+    """Of which M are edited too; by --size."""
+    edit_scale: float | None = None
+    """Largest change β that an edit makes to an action in [-1, 1]; by the dataset's domain."""
+    base_candidates: bool = True
+    """Choose among base samples and edits, else among the edits alone."""
+    best_backup: bool = True
+    """Back up the best candidate, else the first: a base sample, edited where there are edits."""
+    selection: Literal["best", "soft"] = "best"
+    """Take the candidate with the highest value, or draw one with probability ∝ exp(κ Q)."""
+    selection_weight: float = 1.0
+    """κ of soft selection."""
+
+    # Learning
+    gamma: float = 0.99
+    """Discount."""
+    tau: float = 0.005
+    """Step of the target critics towards the critics, at every update of theirs."""
+    base_tau: float = 0.001
+    """Step of the base policy that acts towards the one that learns, at every update."""
+    base_lr: float = 3e-4
+    """Learning rate of the base policy; falls to 0 as a cosine over `decay_updates`."""
+    weight_decay: float = 1e-4
+    """Of the base policy."""
+    edit_lr: float = 3e-4
+    """Learning rate of the edit policy; falls likewise."""
+    decay_updates: int = 3_000_000
+    """After which both learning rates are 0."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critics."""
+    alpha_lr: float = 3e-4
+    """Learning rate of the temperature."""
+    adjust_target_entropy: bool = False
+    """Let the target entropy be that of unscaled edits, which every edit scale can reach."""
+    batch_size: int = 256
+    """Transitions in an update."""
+    reward_shift: float | None = None
+    """Added to each reward; by the dataset's domain."""
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "paper": {"utd": 20, "hidden": (256, 256, 256), "width": 256, "blocks": 3, "denoising_steps": 10,
+              "base_samples": 8, "edits": 8},
+    "small": {"utd": 4, "hidden": (128, 128), "width": 64, "blocks": 2, "denoising_steps": 5,
+              "base_samples": 4, "edits": 4},
+}  # fmt: skip
+LOCOMOTION = {"target_critics": 2, "dropout": 0.0, "edit_scale": 0.05, "random_steps": 5_000, "reward_shift": 0.0}
+ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
+PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have none for locomotion
+    "locomotion": LOCOMOTION,
+    "antmaze": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
+    "maze2d": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
+    "adroit": ADROIT,
+}
+LOG_ALPHA_LIMIT = 20.0
+
+
+class EditPolicy(nn.Module):
+    """π(ê|s, a): obs and actions [..., batch, ·] to a tanh-Gaussian over edits [..., batch, action_dim]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        sizes = [obs_dim + action_dim, *(args.hidden or ()), 2 * action_dim]
+        self.net = glorot(mlp(sizes, generator), generator)
+
+    def forward(self, obs: Tensor, actions: Tensor, generator: torch.Generator, dropout: float = 0.0) -> TanhGaussian:
+        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
+        outputs = self.net.dropped_out(inputs, dropout, generator).view(*actions.shape[:-1], -1)
+        mean, log_std = outputs.chunk(2, dim=-1)
+        return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
+
+
+class Critic(nn.Module):
+    """Q_i(s, a) of all critics, or of the `members` given: [critics, batch]; for actions [k, batch, action_dim],
+    [critics, k, batch]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
+        super().__init__()
+        sizes = [obs_dim + action_dim, *(args.hidden or ()), 1]
+        self.net = glorot(mlp(sizes, generator, args.critics, layer_norm=True), generator)
+
+    def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
+        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
+        values: Tensor = self.net(inputs) if members is None else self.net.member(members, inputs)
+        return values.view(-1, *actions.shape[:-1])
+
+
+class EXPO:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        given: Any = args  # with_presets has filled in what could be None
+        initializer = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator(device).manual_seed(args.seed)
+        self.evaluation_generator = torch.Generator(device).manual_seed(args.seed)  # evaluations change nothing else
+        self.base = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)
+        self.base_average = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)  # it acts
+        self.base_average.load_state_dict(self.base.state_dict())
+        self.edit = EditPolicy(obs_dim, action_dim, args, initializer).to(device)
+        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.critic_target.load_state_dict(self.critic.state_dict())
+        self.follow_base = Polyak(self.base_average, self.base, args.base_tau)
+        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.log_alpha = nn.Parameter(torch.zeros((), device=device))
+        self.base_optimizer = Adam(self.base.parameters(), args.base_lr, weight_decay=args.weight_decay)
+        self.edit_optimizer = Adam(self.edit.parameters(), args.edit_lr)
+        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.args, self.device, self.action_dim = args, device, action_dim
+
+        self.base_samples, self.edits, self.edit_scale = given.base_samples, given.edits, given.edit_scale
+        self.target_critics, self.dropout, self.T = given.target_critics, given.dropout, given.denoising_steps
+        # Of β ê: log β lower than of ê, for each dimension.
+        self.log_scale = action_dim * math.log(given.edit_scale)
+        self.target_entropy = -0.5 * action_dim + (self.log_scale if args.adjust_target_entropy else 0.0)
+        # The variance-preserving schedule: β_t of Song et al. 2021 (arXiv 2011.13456), at T points.
+        t = torch.arange(1, self.T + 1, dtype=torch.float64)
+        betas = 1.0 - torch.exp(-0.1 / self.T - 0.5 * 9.9 * (2.0 * t - 1.0) / self.T**2)
+        self.betas, self.alpha_bars = betas.float().to(device), (1.0 - betas).cumprod(0).float().to(device)
+
+    def normal(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(shape, generator=generator or self.generator, device=self.device)
+
+    def explore(self, num_envs: int) -> NDArray[np.float32]:
+        """Uniform random actions [num_envs, action_dim]."""
+        shape = (num_envs, self.action_dim)
+        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
+        return actions.cpu().numpy()
+
+    @torch.no_grad()
+    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+        """Actions [n, action_dim] for obs [n, obs_dim], the best of the candidates; they may lie outside of [-1, 1].
+
+        The policy is drawn and has no other form: `deterministic` ones are drawn too, with evaluation's own noise, and
+        clipped.
+        """
+        generator = self.evaluation_generator if deterministic else self.generator
+        inputs = torch.from_numpy(obs).to(self.device)
+        actions = self.best(inputs, self.candidates(self.base_average, inputs, generator), generator)
+        return (actions.clamp(-1.0, 1.0) if deterministic else actions).cpu().numpy()
+
+    @torch.no_grad()
+    def sample(self, base: Denoiser, obs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """`count` actions of the base policy for each state: [count, batch, action_dim]."""
+        x = self.normal(count, len(obs), self.action_dim, generator=generator)
+        if self.args.policy == "flow":
+            for k in range(self.T):  # dx/dt = v(s, x, t) from noise at 0 to actions at 1, by Euler
+                x = x + base(obs, x, torch.full((), float(k), device=self.device)) / self.T
+            return x.clamp(-1.0, 1.0)
+        for k in reversed(range(self.T)):
+            noise = base(obs, x, torch.full((), float(k), device=self.device))
+            beta, alpha_bar = self.betas[k], self.alpha_bars[k]
+            x = (x - beta / (1.0 - alpha_bar).sqrt() * noise) / (1.0 - beta).sqrt()
+            if k > 0:
+                x = x + beta.sqrt() * self.normal(*x.shape, generator=generator)
+            x = x.clamp(-1.0, 1.0)
+        return x
+
+    @torch.no_grad()
+    def candidates(self, base: Denoiser, obs: Tensor, generator: torch.Generator) -> Tensor:
+        """N base samples for each state, and M of them edited: [N + M, batch, action_dim]. Not clipped."""
+        actions = self.sample(base, obs, self.base_samples, generator)
+        edited = actions[: self.edits]
+        if self.edits:
+            edited = edited + self.edit_scale * self.edit(obs, edited, generator).sample(generator)
+        return torch.cat([actions, edited]) if self.args.base_candidates else edited
+
+    def subset(self, generator: torch.Generator) -> Tensor:
+        """Which critics count this time: [target_critics], without replacement."""
+        return torch.randperm(self.args.critics, generator=generator, device=self.device)[: self.target_critics]
+
+    @torch.no_grad()
+    def best(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
+        """The on-the-fly policy: of the candidates [k, batch, action_dim] those with the highest value by the smallest
+        target critic drawn, [batch, action_dim]."""
+        values = self.critic_target(obs, candidates, self.subset(generator)).amin(0)
+        if self.args.selection == "soft":  # the highest of κ Q plus Gumbel noise is a draw from the softmax
+            uniform = torch.rand(values.shape, generator=generator, device=self.device)
+            values = self.args.selection_weight * values - torch.log(-torch.log(uniform.clamp(1e-20)))
+        chosen = values.argmax(0).view(1, -1, 1).expand(1, -1, self.action_dim)
+        return candidates.gather(0, chosen).squeeze(0)
+
+    @torch.no_grad()
+    def target(self, batch: Batch, candidates: Tensor) -> Tensor:
+        """y = r + γ min_{i ∈ S₂} Q̄_i(s', a*), S₂ not the subset that chose a*: [batch]."""
+        if self.args.best_backup:
+            next_actions = self.best(batch.next_obs, candidates, self.generator)
+        else:
+            next_actions = candidates[self.base_samples if self.edits and self.args.base_candidates else 0]
+        next_value = self.critic_target(batch.next_obs, next_actions, self.subset(self.generator)).amin(0)
+        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
+
+    def critic_loss(self, batch: Batch, candidates: Tensor) -> tuple[Tensor, Metrics]:
+        """Bellman error of every critic; `candidates` [k, batch, action_dim] are for next_obs."""
+        target = self.target(batch, candidates)
+        values = self.critic(batch.obs, batch.actions)
+        loss = (values - target).square().mean()
+        return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
+
+    def base_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Denoising: ‖ε(s, √ᾱ_t a + √(1 - ᾱ_t) ε, t) - ε‖²; flow matching: ‖v(s, (1 - t) ε + t a, t) - (a - ε)‖²."""
+        actions, noise = batch.actions, self.normal(*batch.actions.shape)
+        if self.args.policy == "flow":
+            t = torch.rand(len(actions), generator=self.generator, device=self.device)
+            noisy = torch.lerp(noise, actions, t.unsqueeze(-1))
+            errors = self.base(batch.obs, noisy, t * self.T) - (actions - noise)
+        else:
+            t = torch.randint(self.T, (len(actions),), generator=self.generator, device=self.device)
+            alpha_bar = self.alpha_bars[t].unsqueeze(-1)
+            noisy = alpha_bar.sqrt() * actions + (1.0 - alpha_bar).sqrt() * noise
+            errors = self.base(batch.obs, noisy, t.float()) - noise
+        loss = errors.square().sum(-1).mean()
+        return loss, {"losses/base": loss.detach()}
+
+    def edit_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """α log π(β ê|s, a) - mean_i Q_i(s, a + β ê), a the batch's action; also the log-probabilities, for α."""
+        edits, log_prob = self.edit(batch.obs, batch.actions, self.generator, self.dropout).rsample(self.generator)
+        log_prob = log_prob - self.log_scale
+        with frozen(self.critic):  # the gradient passes through the critics and stops there
+            value = self.critic(batch.obs, batch.actions + self.edit_scale * edits).mean(0)
+        loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
+        return loss, log_prob.detach(), {"losses/edit": loss.detach(), "losses/entropy": -log_prob.detach()}
+
+    def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
+        """Moves α until the entropy of the edits is H̄."""
+        loss = -self.log_alpha.exp() * (log_prob.mean() + self.target_entropy)
+        return loss, {"losses/alpha": loss.detach(), "charts/log_alpha": self.log_alpha.detach().clone()}
+
+    def imitate(self, batch: Batch) -> Metrics:
+        """One gradient step of the base policy, which no value reaches."""
+        base_loss, metrics = self.base_loss(batch)
+        self.base_optimizer.descend(base_loss)
+        self.follow_base()
+        return metrics
+
+    def update(self, batch: Batch) -> Metrics:
+        """The critics step on each `batch_size` of the batch in turn; base policy, edits and α once, on the last."""
+        candidates = self.candidates(self.base, batch.next_obs, self.generator)
+        parts = zip(batch.slices(self.args.batch_size), candidates.split(self.args.batch_size, dim=1), strict=True)
+        for part, for_part in parts:
+            critic_loss, critic_metrics = self.critic_loss(part, for_part)
+            self.critic_optimizer.descend(critic_loss)
+            self.follow_critic()
+        base_metrics = self.imitate(part)
+        if not self.edits:
+            return critic_metrics | base_metrics
+        edit_loss, log_prob, edit_metrics = self.edit_loss(part)
+        self.edit_optimizer.descend(edit_loss)
+        alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
+        self.alpha_optimizer.descend(alpha_loss)
+        self.log_alpha.data.clamp_(max=LOG_ALPHA_LIMIT)
+        return critic_metrics | base_metrics | edit_metrics | alpha_metrics
+
+    def decay(self, step: int) -> None:
+        """The learning rates of base and edit policy for the update that ends at `step`."""
+        args = self.args
+        for optimizer, lr, updates in (
+            (self.base_optimizer, args.base_lr, args.offline_steps + step),
+            (self.edit_optimizer, args.edit_lr, max(step, 0)),
+        ):
+            passed = min(1.0, updates / args.decay_updates)
+            optimizer.param_groups[0]["lr"] = 0.5 * lr * (1.0 + math.cos(math.pi * passed))
+
+
+def train(args: Args) -> None:
+    args = with_presets(args, {domain: preset | SIZES[args.size] for domain, preset in PRESETS.items()})
+    base_samples, edits = args.base_samples or 1, args.edits or 0
+    if edits > base_samples or not (edits or args.base_candidates):
+        raise InputError(
+            f"--edits is {edits}: give at most --base-samples, {base_samples}, and some without base candidates"
+        )
+    run = Run("expo", args)
+    switch = Switch(args, run, reward_shift=args.reward_shift or 0.0)
+    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
+    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
+    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    agent = EXPO(args, obs_dim, action_dim, run.device)
+    imitate = torch.compile(agent.imitate) if args.compile else agent.imitate
+    update = torch.compile(agent.update) if args.compile else agent.update
+
+    saved = switch.open(run, obs_dim, action_dim)
+    if saved:
+        restore(agent, saved["agent"])
+        obs, exact = set_states(envs, saved["envs"])
+        run.warn_inexact(exact)
+    else:
+        switch.begin(agent)
+        obs, _ = envs.reset()
+        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+
+    metrics: Metrics = {}
+    learned_before = args.offline_steps or args.init_from is not None
+    random_steps = 0 if learned_before else args.random_steps or 0
+    while run.step < args.online_steps:
+        # Act: no step of the environment in pre-training
+        if run.step < 0:
+            run.logger.count_update()
+        else:
+            with run.logger.timed("act"):
+                actions = agent.explore(args.num_envs) if run.step < random_steps else agent.act(obs)
+            with run.logger.timed("env_step"):
+                next_obs, rewards, terminations, truncations, _ = envs.step(actions.clip(-1.0, 1.0))
+            switch.add(obs, actions, rewards, next_obs, terminations, truncations)  # as they were chosen, not clipped
+            dones = terminations | truncations
+            run.logger.count(rewards, dones)
+            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+
+        # Learn: the base policy alone in pre-training; nothing while actions are random; then everything
+        agent.decay(run.step)
+        if run.step <= 0:
+            with run.logger.timed("update"):
+                metrics = imitate(switch.sample(args.batch_size, run.step, agent.generator))
+        elif run.step > random_steps:
+            for _ in range(args.num_envs):
+                with run.logger.timed("update"):
+                    metrics = update(switch.sample((args.utd or 1) * args.batch_size, run.step, agent.generator))
+
+        # Report
+        if run.due(1_000):
+            run.logger.log(metrics)
+        if switch.evaluates(run):
+            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
+    envs.close()
+    run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

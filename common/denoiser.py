@@ -1,0 +1,47 @@
+"""The network that tells noise from actions, as IDQL has it (Hansen-Estruch et al. 2023, arXiv 2304.10573)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.networks import glorot
+
+
+class Denoiser(nn.Module):
+    """What it makes of noisy actions at time t: the noise in them (diffusion), or their velocity (flow matching).
+
+    A residual stream of `width` with `blocks` of layer norm, expansion to four times the width, swish and projection;
+    t goes in as cosines and sines of learned frequencies. Shapes: obs [batch, obs_dim], noisy [..., batch, action_dim],
+    time [..., batch] or [] to [..., batch, action_dim].
+    """
+
+    def __init__(self, obs_dim: int, action_dim: int, width: int, blocks: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.frequencies = nn.Parameter(0.2 * torch.randn(width // 4, generator=generator))
+        self.of_time = nn.Sequential(_linear(2 * (width // 4), width), nn.SiLU(), _linear(width, width))
+        self.first = _linear(action_dim + obs_dim + width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width, 1e-6), _linear(width, 4 * width), nn.SiLU(), _linear(4 * width, width))
+            for _ in range(blocks)
+        )
+        self.last = _linear(width, action_dim)
+        glorot(self, generator)
+
+    def forward(self, obs: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
+        angles = 2.0 * math.pi * time.unsqueeze(-1) * self.frequencies
+        embedding = self.of_time(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        # One layer on all three side by side; each part is multiplied only as often as it differs.
+        parts = self.first.weight.split([noisy.shape[-1], obs.shape[-1], embedding.shape[-1]], dim=1)
+        of_actions, of_obs, of_time = (F.linear(x, w) for x, w in zip((noisy, obs, embedding), parts, strict=True))
+        stream = of_actions + (of_obs + of_time + self.first.bias)
+        for block in self.blocks:
+            stream = stream + block(stream)
+        outputs: Tensor = self.last(F.silu(stream))
+        return outputs
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
+    return layer

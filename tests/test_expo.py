@@ -1,0 +1,540 @@
+"""EXPO against closed forms, brute force and formulas written a second time; its ablations; its traps."""
+
+import copy
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import final_state, module, same
+from formulas import Array, Drawn, forward, layers, log_density, make_batch, parameters, values
+
+from algos.expo import EXPO, PRESETS, SIZES, Args
+from common.checkpoint import restore, state_of
+from common.denoiser import Denoiser
+from common.errors import InputError
+from common.networks import Adam
+from common.replay_buffer import Batch, ReplayBuffer
+
+E, S = 5, 2  # critics, and how many are drawn
+SMALL = PRESETS["locomotion"] | SIZES["small"] | {
+    "hidden": (16, 8), "width": 16, "critics": E, "batch_size": 64, "edit_scale": 0.4, "base_samples": 3, "edits": 2,
+    "dataset": "none.hdf5",
+}  # fmt: skip
+MEAN, DEVIATION = 0.25, 0.1  # of Gaussian data, for which the best network is known
+
+
+def float32_agent(action_dim: int = 2, **changed: Any) -> EXPO:
+    return EXPO(Args(**(SMALL | changed)), 3, action_dim, torch.device("cpu"))
+
+
+def make_agent(**changed: Any) -> EXPO:
+    agent = float32_agent(**changed)
+    noise = torch.Generator().manual_seed(7)
+    with torch.no_grad():  # no scale at 1, no shift at 0, targets unlike the critics
+        for _, parameter in parameters(agent):
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=noise))
+    for network in (agent.base, agent.base_average, agent.edit, agent.critic, agent.critic_target):
+        network.double()
+    agent.betas, agent.alpha_bars = agent.betas.double(), agent.alpha_bars.double()
+    agent.log_alpha.data = torch.tensor(-0.7, dtype=torch.float64)
+    for name, lr in (("base", 1e-3), ("edit", 1e-3), ("critic", 1e-3)):
+        setattr(agent, f"{name}_optimizer", Adam(getattr(agent, name).parameters(), lr))
+    agent.alpha_optimizer = Adam([agent.log_alpha], 1e-3)
+    return agent
+
+
+def float32_batch(size: int = 5) -> Batch:
+    return Batch(*(part.float() for part in make_batch(size)[:5]))
+
+
+class BestNoise(torch.nn.Module):
+    """E[ε|x, t] of x = √ᾱ a + √(1 - ᾱ) ε where a is normal."""
+
+    def __init__(self, alpha_bars: torch.Tensor) -> None:
+        super().__init__()
+        self.alpha_bars = alpha_bars.double()
+
+    def forward(self, obs: torch.Tensor, noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        bar = self.alpha_bars[time.long()].unsqueeze(-1)
+        found = (1 - bar).sqrt() * (noisy.double() - bar.sqrt() * MEAN) / (bar * DEVIATION**2 + 1 - bar)
+        return found.to(noisy.dtype)
+
+
+class BestVelocity(torch.nn.Module):
+    """E[a - ε|x, t] of x = (1 - t) ε + t a where a is normal."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def slope_and_offset(self, time: Any) -> tuple[Any, Any]:
+        t = time / self.steps
+        slope = (t * DEVIATION**2 - (1 - t)) / (t**2 * DEVIATION**2 + (1 - t) ** 2)
+        return slope, MEAN - slope * t * MEAN
+
+    def forward(self, obs: torch.Tensor, noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        slope, offset = self.slope_and_offset(time.unsqueeze(-1))
+        return slope * noisy + offset
+
+
+class BestOfModes(torch.nn.Module):
+    """The same of either policy, where a is one of `modes` [n, action_dim], all alike."""
+
+    def __init__(self, agent: EXPO, modes: torch.Tensor) -> None:
+        super().__init__()
+        self.agent, self.modes = agent, modes
+
+    def forward(self, obs: torch.Tensor, noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        of_data, of_noise = time / self.agent.T, 1 - time / self.agent.T
+        if self.agent.args.policy == "diffusion":
+            bar = self.agent.alpha_bars[time.long()]
+            of_data, of_noise = bar.sqrt(), (1 - bar).sqrt()
+        distances = (noisy.unsqueeze(-2) - of_data * self.modes).square().sum(-1)
+        mean = torch.softmax(-0.5 * distances / of_noise**2, -1) @ self.modes  # E[a|x]
+        noise = (noisy - of_data * mean) / of_noise
+        return noise if self.agent.args.policy == "diffusion" else mean - noise
+
+
+class TestBasePolicy:
+    @pytest.mark.parametrize("steps", [5, 10, 50])
+    def test_schedule_is_variance_preserving(self, steps: int) -> None:
+        """ᾱ_T = exp(-∫ 0.1 + 9.9 t dt) whatever T is; little noise first, most at the end."""
+        agent = float32_agent(denoising_steps=steps)
+        assert agent.alpha_bars[-1].item() == pytest.approx(math.exp(-0.1 - 9.9 / 2), rel=1e-5)
+        assert agent.alpha_bars[0].item() == pytest.approx(math.exp(-0.1 / steps - 4.95 / steps**2), rel=1e-5)
+        torch.testing.assert_close((1 - agent.betas).cumprod(0), agent.alpha_bars)
+        assert (agent.betas.diff() > 0).all()
+
+    def test_denoising_loss_of_the_best_network_is_the_noise_that_nobody_can_tell(self) -> None:
+        """Σ_dim E[Var(ε|x)] = 2 · mean_t ᾱ σ² / (ᾱ σ² + 1 - ᾱ); and a network that is off loses more."""
+        agent, size = float32_agent(), 400_000
+        batch = float32_batch()
+        actions = MEAN + DEVIATION * torch.randn(size, 2, generator=torch.Generator().manual_seed(0))
+        batch = batch._replace(obs=torch.zeros(size, 3), actions=actions)
+        bar = agent.alpha_bars.double()
+        expected = 2 * (bar * DEVIATION**2 / (bar * DEVIATION**2 + 1 - bar)).mean().item()
+        agent.base = BestNoise(agent.alpha_bars)
+        assert agent.base_loss(batch)[0].item() == pytest.approx(expected, rel=0.02)
+        agent.base = BestNoise(agent.alpha_bars * 0.9)
+        assert agent.base_loss(batch)[0].item() > 1.1 * expected
+
+    def test_flow_loss_of_the_best_network_is_what_nobody_can_tell(self) -> None:
+        """Σ_dim E[Var(a - ε|x)] = 2 · ∫ σ² / (t² σ² + (1 - t)²) dt, which is π/2 σ and more."""
+        agent, size = float32_agent(policy="flow"), 400_000
+        actions = MEAN + DEVIATION * torch.randn(size, 2, generator=torch.Generator().manual_seed(0))
+        batch = float32_batch()._replace(obs=torch.zeros(size, 3), actions=actions)
+        t = np.linspace(0, 1, 1_000_001)
+        expected = 2 * np.mean(DEVIATION**2 / (t**2 * DEVIATION**2 + (1 - t) ** 2))
+        agent.base = BestVelocity(agent.T)
+        assert agent.base_loss(batch)[0].item() == pytest.approx(expected, rel=0.02)
+
+    @pytest.mark.parametrize("steps", [5, 10])
+    def test_sampler_transports_a_density_as_computed_on_a_grid(self, steps: int) -> None:
+        """From N(0, 1) back to the data, with the best network, clipped to [-1, 1] on the way."""
+        agent = float32_agent(action_dim=1, denoising_steps=steps)
+        got = agent.sample(BestNoise(agent.alpha_bars), torch.zeros(1, 3), 400_000, agent.generator).flatten().double()
+        betas, bars = agent.betas.double().numpy(), agent.alpha_bars.double().numpy()
+        places = np.linspace(-6, 6, 2_401)
+        mass = np.exp(-0.5 * places**2)
+        mass /= mass.sum()
+        edges = np.linspace(-1, 1, 401)
+        for k in reversed(range(steps)):
+            noise = np.sqrt(1 - bars[k]) * (places - np.sqrt(bars[k]) * MEAN) / (bars[k] * DEVIATION**2 + 1 - bars[k])
+            means = (places - betas[k] / np.sqrt(1 - bars[k]) * noise) / np.sqrt(1 - betas[k])
+            if k == 0:
+                places = means.clip(-1, 1)
+            else:  # the last cells take what is clipped
+                below = torch.special.ndtr(torch.from_numpy((edges[1:-1, None] - means) / np.sqrt(betas[k]))).numpy()
+                mass = np.diff(np.vstack([np.zeros_like(means), below, np.ones_like(means)]), axis=0) @ mass
+                places = 0.5 * (edges[1:] + edges[:-1])
+        mean = (mass * places).sum()
+        deviation = math.sqrt((mass * (places - mean) ** 2).sum())
+        assert got.mean().item() == pytest.approx(mean, abs=5 * deviation / math.sqrt(400_000) + 1e-4)
+        assert got.std().item() == pytest.approx(deviation, rel=0.01)
+        assert mean == pytest.approx(MEAN, abs=0.02)  # what it is all for
+
+    def test_euler_steps_of_the_flow(self) -> None:
+        """With the best velocity each step is affine, and so is the whole."""
+        agent = float32_agent(action_dim=1, policy="flow", denoising_steps=10)
+        best = BestVelocity(10)
+        scale, shift = 1.0, 0.0
+        for k in range(10):
+            slope, offset = best.slope_and_offset(float(k))
+            scale, shift = scale * (1 + slope / 10), shift * (1 + slope / 10) + offset / 10
+        noise = Drawn(agent.generator).normal(1_000, 1, 1)
+        got = agent.sample(best, torch.zeros(1, 3), 1_000, agent.generator).double().numpy()
+        np.testing.assert_allclose(got, (scale * noise + shift).clip(-1, 1), atol=1e-5)
+
+    @pytest.mark.parametrize("policy", ["diffusion", "flow"])
+    def test_learns_two_modes_that_depend_on_the_state(self, policy: str) -> None:
+        """Actions are (±0.7, ±0.7 s): a Gaussian could only learn their middle. Nearly as many samples come near as
+        the best network's do.
+        """
+        updates = 1_000
+        agent = float32_agent(policy=policy, width=64, base_lr=3e-3, denoising_steps=10, decay_updates=updates,
+                              offline_steps=updates)  # fmt: skip
+        rng = torch.Generator().manual_seed(0)
+        for step in range(-updates, 0):
+            agent.decay(step)
+            state = 2.0 * torch.randint(2, (256, 1), generator=rng) - 1.0
+            sign = 2.0 * torch.randint(2, (256, 1), generator=rng) - 1.0
+            actions = torch.cat([0.7 * sign, 0.7 * sign * state], 1)
+            agent.imitate(float32_batch()._replace(obs=state.expand(-1, 3), actions=actions))
+        for state in (-1.0, 1.0):
+            modes = 0.7 * torch.tensor([[1.0, state], [-1.0, -state]])
+            near = []
+            for base in (agent.base, BestOfModes(agent, modes)):
+                drawn = agent.sample(base, torch.full((1, 3), state), 4_000, agent.generator)[:, 0]
+                at = torch.cdist(drawn, modes) < 0.25
+                near.append(at.any(1).float().mean().item())
+                assert at[:, 0].float().mean().item() == pytest.approx(near[-1] / 2, abs=0.15)
+            assert near[0] > near[1] - 0.1
+            assert near[1] > 0.95
+
+    def test_denoiser_is_one_layer_on_all_three_side_by_side(self) -> None:
+        """Against the plain form: actions, state and time joined for every sample, layer by layer in NumPy."""
+        net = Denoiser(3, 2, 16, 2, torch.Generator().manual_seed(0)).double()
+        rng = np.random.default_rng(0)
+        obs, noisy, time = rng.normal(size=(5, 3)), rng.normal(size=(4, 5, 2)), rng.uniform(0, 10, (4, 5))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(0.3 * torch.from_numpy(rng.normal(size=parameter.shape)))
+            got = net(torch.from_numpy(obs), torch.from_numpy(noisy), torch.from_numpy(time)).numpy()
+        w = {name: value.detach().numpy() for name, value in net.named_parameters()}
+
+        def dense(x: Array, name: str) -> Array:
+            return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+        def swish(x: Array) -> Array:
+            return x / (1 + np.exp(-x))
+
+        for k, b in itertools.product(range(4), range(5)):
+            angles = 2 * np.pi * time[k, b] * w["frequencies"]
+            features = np.concatenate([np.cos(angles), np.sin(angles)])
+            embedding = dense(swish(dense(features, "of_time.0")), "of_time.2")
+            x = dense(np.concatenate([noisy[k, b], obs[b], embedding]), "first")
+            for i in range(2):
+                normal = (x - x.mean()) / np.sqrt(x.var() + 1e-6) * w[f"blocks.{i}.0.weight"] + w[f"blocks.{i}.0.bias"]
+                x = x + dense(swish(dense(normal, f"blocks.{i}.1")), f"blocks.{i}.3")
+            np.testing.assert_allclose(got[k, b], dense(swish(x), "last"), rtol=1e-9)
+
+
+def edited(agent: EXPO, obs: Array, actions: Array, noise: Array) -> tuple[Array, Array]:
+    """Edits drawn, and their log-probabilities before they are scaled."""
+    mean, log_std = np.split(forward(np.concatenate([obs, actions], -1), layers(agent.edit)), 2, axis=-1)
+    std = np.exp(np.clip(log_std, -20, 2))
+    edits = np.tanh(mean + std * noise)
+    return edits, log_density(mean, std, edits)
+
+
+def drawn_subset(drawn: Drawn) -> list[int]:
+    return torch.randperm(E, generator=drawn.generator)[:S].tolist()
+
+
+class TestSelection:
+    def test_best_is_that_of_brute_force_over_all_candidates(self) -> None:
+        agent, obs = make_agent(), make_batch().obs
+        candidates = torch.from_numpy(np.random.default_rng(1).uniform(-1.4, 1.4, (7, 5, 2)))
+        chosen = drawn_subset(Drawn(agent.generator))
+        got = agent.best(obs, candidates, agent.generator)
+        for b in range(5):
+            scores = []
+            for candidate in candidates[:, b].numpy():
+                by_all = values(agent.critic_target, obs[b : b + 1].numpy(), candidate[None], E)
+                scores.append(min(by_all[i][0] for i in chosen))
+            assert torch.equal(got[b], candidates[int(np.argmax(scores)), b])
+
+    @pytest.mark.parametrize("base_candidates", [True, False])
+    def test_candidates_are_base_samples_and_edits_of_the_first_of_them_unclipped(self, base_candidates: bool) -> None:
+        agent, obs = make_agent(base_candidates=base_candidates), make_batch().obs
+        base = torch.from_numpy(np.random.default_rng(1).choice([-0.9, 0.9], (3, 5, 2)))
+        agent.sample = lambda *_: base
+        noise = Drawn(agent.generator).normal(2, 5, 2)
+        got = agent.candidates(agent.base, obs, agent.generator).numpy()
+        expected = [base[j].numpy() + 0.4 * edited(agent, obs.numpy(), base[j].numpy(), noise[j])[0] for j in range(2)]
+        np.testing.assert_allclose(got[-2:], expected, rtol=1e-9)
+        assert np.abs(expected).max() > 1
+        assert np.array_equal(got[:-2], base.numpy() if base_candidates else base.numpy()[:0])
+
+    def test_soft_selection_draws_as_the_softmax_of_values(self) -> None:
+        agent = make_agent(selection="soft", selection_weight=2.0)
+        obs = make_batch().obs[:1].expand(20_000, -1)
+        candidates = torch.from_numpy(np.random.default_rng(1).uniform(-1, 1, (4, 1, 2))).expand(4, 20_000, 2)
+        chosen = drawn_subset(Drawn(agent.generator))
+        got = agent.best(obs, candidates, agent.generator)
+        by_all = [values(agent.critic_target, obs[:4].numpy(), candidates[:, 0].numpy(), E)[i] for i in chosen]
+        weights = np.exp(2.0 * np.min(by_all, axis=0))
+        counts = np.array([(got == candidates[k, 0]).all(1).sum().item() for k in range(4)])
+        expected = 20_000 * weights / weights.sum()
+        assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+        assert counts.sum() == 20_000
+
+    def test_subsets_are_drawn_without_replacement_and_independently(self) -> None:
+        """S₁ chooses and S₂ values: the same critics for both would be biased upward."""
+        agent, batch = float32_agent(), float32_batch()
+        drawn: list[tuple[int, ...]] = []
+        subset = agent.subset
+        agent.subset = lambda generator: drawn.append(tuple(sorted((s := subset(generator)).tolist()))) or s
+        candidates = agent.candidates(agent.base, batch.next_obs, agent.generator)
+        for _ in range(2_000):
+            agent.target(batch, candidates)
+        assert all(len(set(s)) == S for s in drawn)
+        pairs = Counter(zip(drawn[::2], drawn[1::2], strict=True))
+        assert len(pairs) == 100  # every S₁ with every S₂, 20 times each
+        assert max(abs(count - 20) for count in pairs.values()) < 5 * math.sqrt(20)
+
+    def test_evaluation_draws_with_noise_of_its_own_and_stays_in_bounds(self) -> None:
+        agent, obs = float32_agent(edit_scale=3.0), float32_batch(50).obs.numpy()
+        before = agent.generator.get_state()
+        first, second = (agent.act(obs, deterministic=True) for _ in range(2))
+        assert torch.equal(agent.generator.get_state(), before)
+        assert np.abs(first).max() <= 1
+        assert not np.array_equal(first, second)
+        assert np.abs(agent.act(obs)).max() > 1
+
+    def test_the_average_of_the_base_policy_acts_and_the_one_that_learns_is_backed_up(self) -> None:
+        agent, batch = float32_agent(), float32_batch(64)
+        asked: list[Any] = []
+        candidates = agent.candidates
+        agent.candidates = lambda base, *rest: asked.append(base) or candidates(base, *rest)
+        agent.act(batch.obs.numpy())
+        agent.update(batch)
+        assert [base is agent.base_average for base in asked] == [True, False]
+        assert asked[1] is agent.base
+
+
+class TestLosses:
+    @pytest.mark.parametrize("variant", [{}, {"best_backup": False}, {"best_backup": False, "edits": 0}], ids=str)
+    def test_critic_loss_equals_an_independent_formula(self, variant: dict[str, Any]) -> None:
+        agent, batch = make_agent(**variant), make_batch()
+        obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+        rng = np.random.default_rng(1)
+        candidates = rng.uniform(-1, 1, (5 if agent.edits else 3, 5, 2))
+        drawn = Drawn(agent.generator)
+        if variant:  # the first sample, or the first edited one
+            best = candidates[3 if agent.edits else 0]
+        else:
+            choosers, best = drawn_subset(drawn), np.empty((5, 2))
+            for b in range(5):
+                by_all = values(agent.critic_target, next_obs[b : b + 1].repeat(5, 0), candidates[:, b], E)
+                best[b] = candidates[np.argmax(np.min([by_all[i] for i in choosers], axis=0)), b]
+        valuers = drawn_subset(drawn)
+        next_value = np.min([values(agent.critic_target, next_obs, best, E)[i] for i in valuers], axis=0)
+        target = rewards + 0.99 * (1 - terminations) * next_value
+        expected = np.mean([(q - target) ** 2 for q in values(agent.critic, obs, actions, E)])
+        assert agent.critic_loss(batch, torch.from_numpy(candidates))[0].item() == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize("adjusted", [False, True])
+    def test_edit_and_alpha_loss_equal_an_independent_formula(self, adjusted: bool) -> None:
+        """The mean of all critics; the entropy is that of β ê, lower by log β in each dimension."""
+        agent, batch = make_agent(adjust_target_entropy=adjusted), make_batch()
+        obs, actions = batch.obs.numpy(), batch.actions.numpy()
+        edits, log_prob = edited(agent, obs, actions, Drawn(agent.generator).normal(5, 2))
+        scaled = log_prob - 2 * math.log(0.4)
+        value = np.mean(values(agent.critic, obs, actions + 0.4 * edits, E), axis=0)
+        loss, returned, _ = agent.edit_loss(batch)
+        assert loss.item() == pytest.approx((math.exp(-0.7) * scaled - value).mean(), rel=1e-6)
+        np.testing.assert_allclose(returned.numpy(), scaled, rtol=1e-6)
+        target_entropy = -1.0 + (2 * math.log(0.4) if adjusted else 0.0)
+        expected = math.exp(-0.7) * (-scaled.mean() - target_entropy)
+        assert agent.alpha_loss(returned)[0].item() == pytest.approx(expected, rel=1e-6)
+
+    def test_dropout_leaves_out_that_share_of_units_in_learning_alone(self) -> None:
+        agent = float32_agent(dropout=0.5, hidden=(400,))
+        obs, actions = torch.randn(1, 3).expand(500, -1), torch.zeros(500, 2)
+        means = agent.edit(obs, actions, agent.generator, 0.5).mean
+        exact = agent.edit(obs, actions, agent.generator).mean
+        assert means[:, 0].unique().numel() > 400
+        torch.testing.assert_close(means.mean(0), exact[0], atol=5 * means.std().item() / math.sqrt(500), rtol=0)
+        assert torch.equal(exact, exact[:1].expand(500, -1))
+
+    def test_each_loss_reaches_its_own_network_and_no_other(self) -> None:
+        agent, batch = make_agent(), make_batch()
+        named = {**dict(parameters(agent)), "log_alpha": agent.log_alpha}
+        candidates = torch.zeros(4, 5, 2).double()
+        losses = {
+            "critic.": agent.critic_loss(batch, candidates)[0],
+            "base.": agent.base_loss(batch)[0],
+            "edit.": agent.edit_loss(batch)[0],
+            "log_alpha": agent.alpha_loss(torch.zeros(5).double())[0],
+        }
+        for owner, loss in losses.items():
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            reached = {name for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
+            assert reached == {n for n in named if (n.startswith(owner) if owner[-1] == "." else n == owner)}
+
+
+class TestUpdate:
+    def test_critics_step_on_each_slice_and_the_others_once_on_the_last(self) -> None:
+        agent, batch = float32_agent(batch_size=16), float32_batch(64)
+        seen: list[tuple[str, torch.Tensor]] = []
+        for name in ("critic_loss", "base_loss", "edit_loss"):
+            loss = getattr(agent, name)
+            setattr(agent, name, lambda part, *rest, n=name, f=loss: seen.append((n, part.obs)) or f(part, *rest))
+        before = {name: value.clone() for name, value in parameters(agent)}
+        agent.update(batch)
+        assert [name for name, _ in seen] == ["critic_loss"] * 4 + ["base_loss", "edit_loss"]
+        assert torch.equal(torch.cat([obs for _, obs in seen[:4]]), batch.obs)
+        assert all(torch.equal(obs, batch.obs[48:]) for _, obs in seen[3:])
+        steps = [int(getattr(agent, f"{n}_optimizer").step_count) for n in ("critic", "base", "edit", "alpha")]
+        assert steps == [4, 1, 1, 1]
+        for name, value in parameters(agent):
+            if name.startswith("base_average."):
+                learned = dict(parameters(agent))[name.replace("_average", "")]
+                torch.testing.assert_close(value, before[name] + 0.001 * (learned - before[name]))
+
+    def test_candidates_of_all_slices_in_one_batch_are_those_of_each_alone(self) -> None:
+        """With the same noise: it is only drawn in another order."""
+        agent, obs = make_agent(), make_batch(12).next_obs
+        noise = {True: torch.randn(6, 3, 12, 2).double(), False: torch.randn(1, 2, 12, 2).double()}
+
+        def sampled(rows: slice) -> torch.Tensor:
+            calls = {True: iter(noise[True]), False: iter(noise[False])}
+            agent.normal = lambda *shape, generator: next(calls[shape[0] == 3])[:, rows]
+            return agent.sample(agent.base, obs[rows], 3, agent.generator)
+
+        together = sampled(slice(None))
+        apart = torch.cat([sampled(slice(4 * i, 4 * i + 4)) for i in range(3)], dim=1)
+        torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-12)
+
+    def test_pre_training_moves_the_base_policy_alone(self) -> None:
+        agent, batch = float32_agent(), float32_batch()
+        before = copy.deepcopy(state_of(agent))
+        agent.imitate(batch)
+        after = state_of(agent)
+        moved = {name for name in after if not same(before[name], after[name])}
+        assert moved == {"base", "base_average", "base_optimizer", "generator"}
+
+    def test_without_edits_no_edit_is_learned(self) -> None:
+        agent = float32_agent(edits=0)
+        before = copy.deepcopy(state_of(agent))
+        metrics = agent.update(float32_batch(64))
+        assert same(before["edit"], state_of(agent)["edit"])
+        assert same(before["log_alpha"], state_of(agent)["log_alpha"])
+        assert "losses/edit" not in metrics
+
+    def test_alpha_stays_finite_where_the_target_entropy_is_out_of_reach(self) -> None:
+        """β = 0.05: its edits have at most log 0.1 of entropy a dimension, the target is -0.5. α would overflow."""
+        agent, batch = float32_agent(edit_scale=0.05, alpha_lr=1.0), float32_batch(64)
+        for _ in range(60):
+            metrics = agent.update(batch)
+        assert agent.log_alpha.item() == 20.0
+        assert all(torch.isfinite(value).all() for value in metrics.values())
+        assert metrics["losses/entropy"].max() < 2 * math.log(2 * 0.05) + 20  # of single edits, not of their mean
+        assert metrics["losses/entropy"].mean() < 2 * -0.5
+
+    def test_learning_rates_fall_as_cosines_of_their_own_updates(self) -> None:
+        agent = float32_agent(offline_steps=100, decay_updates=1_000, base_lr=1e-3, edit_lr=2e-3)
+        for step, base, edit in ((-100, 1.0, 1.0), (0, 0.975528, 1.0), (400, 0.5, 0.654508), (2_000, 0.0, 0.0)):
+            agent.decay(step)
+            assert agent.base_optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * base, abs=1e-9)
+            assert agent.edit_optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 * edit, abs=1e-9)
+
+    def test_critics_reach_the_values_of_a_known_mdp(self) -> None:
+        """That of test_off_policy: two states in turn, reward 1 in the first, and one that ends with 5; γ = 0.5."""
+        agent = float32_agent(gamma=0.5, tau=0.05, critic_lr=3e-3)
+        buffer, rng, states = ReplayBuffer(600, 3, 2), np.random.default_rng(0), np.eye(3)
+        for _ in range(200):
+            buffer.add(states, rng.uniform(-1, 1, (3, 2)), [1.0, 0.0, 5.0], states[[1, 0, 0]], [0, 0, 1])
+        for _ in range(150):
+            agent.update(buffer.sample(256, agent.generator))
+        batch = buffer.sample(300, agent.generator)
+        expected = batch.obs @ torch.tensor([4 / 3, 2 / 3, 5.0])
+        torch.testing.assert_close(agent.critic(batch.obs, batch.actions), expected.expand(E, -1), rtol=0, atol=0.15)
+
+    def test_edits_go_where_the_critics_see_more(self) -> None:
+        """r = a₁ in a bandit: edits learn to add β to the first dimension of every action."""
+        agent = float32_agent(edit_lr=3e-3, alpha_lr=1e-2, critic_lr=3e-3, adjust_target_entropy=True)
+        rng = torch.Generator().manual_seed(0)
+        for _ in range(300):
+            actions = 2 * torch.rand(256, 2, generator=rng) - 1
+            batch = Batch(torch.zeros(256, 3), actions, actions[:, 0], torch.zeros(256, 3), torch.ones(256))
+            agent.update(batch)
+        edits = agent.edit(torch.zeros(256, 3), actions, agent.generator).mode
+        assert edits[:, 0].mean() > 0.5
+        assert edits[:, 1].abs().mean() < 0.3
+
+    def test_a_restored_agent_goes_on_bit_for_bit(self) -> None:
+        first, second = (float32_agent(dropout=0.1, seed=seed) for seed in (1, 2))
+        batch = float32_batch(64)
+        first.update(batch)
+        first.act(batch.obs.numpy(), deterministic=True)
+        restore(second, copy.deepcopy(state_of(first)))  # as from a file
+        for agent in (first, second):
+            agent.update(batch)
+            agent.act(batch.obs.numpy(), deterministic=True)
+        assert same(state_of(first), state_of(second))
+
+
+@pytest.mark.parametrize("domain", PRESETS)
+@pytest.mark.parametrize("size", SIZES)
+def test_presets_fill_what_is_left_open(domain: str, size: str) -> None:
+    """Nothing stays at None but what may: the environment's, and where to begin."""
+    assert PRESETS[domain].keys() == PRESETS["locomotion"].keys()
+    assert SIZES[size].keys() == SIZES["paper"].keys()
+    args = Args(dataset="none.hdf5", **PRESETS[domain], **SIZES[size])
+    assert {name for name, value in vars(args).items() if value is None} == {"run_dir", "init_from", "horizon"}
+
+
+class TestRuns:
+    """Whole runs on Pendulum's data."""
+
+    def test_actions_are_stored_as_chosen_and_clipped_for_the_environment(
+        self, small: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stored, taken = [], []
+        add = ReplayBuffer.add
+        monkeypatch.setattr(ReplayBuffer, "add", lambda self, *parts: stored.append(parts[1]) or add(self, *parts))
+        made = module("expo").make_vector
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            envs = made(*args, **kwargs)
+            step = envs.step
+            envs.step = lambda actions: taken.append(actions) or step(actions)
+            return envs
+
+        monkeypatch.setattr(module("expo"), "make_vector", watched)
+        module("expo").train(small("expo", offline_steps=10, online_steps=60, edit_scale=3.0))
+        stored, taken = np.array(stored[-60:]), np.array(taken)
+        assert np.abs(stored).max() > 1
+        assert np.array_equal(stored.clip(-1, 1), taken)
+
+    def test_from_nothing_the_first_steps_are_random_and_nothing_is_learned(self, small: Any, tmp_path: Any) -> None:
+        states = []
+        for online in (30, 40, 41):
+            args = small("expo", offline_steps=0, online_steps=online, random_steps=40, run_dir=tmp_path / str(online))
+            module("expo").train(args)
+            states.append(final_state(args.run_dir)["agent"])
+        assert same(states[0]["critic"], states[1]["critic"])
+        assert same(states[0]["base"], states[1]["base"])
+        assert not same(states[1]["critic"], states[2]["critic"])
+
+    def test_behind_pre_training_no_step_is_random(self, small: Any, tmp_path: Any) -> None:
+        args = small("expo", offline_steps=20, online_steps=1, random_steps=40, run_dir=tmp_path / "a")
+        module("expo").train(args)
+        assert int(final_state(args.run_dir)["agent"]["critic_optimizer"]["state"][0]["step"]) == args.utd
+
+    def test_one_pre_training_serves_many_runs(self, small: Any, tmp_path: Any) -> None:
+        """--init-from gives its base policy; critics and edits begin anew, as they do behind a pre-training."""
+        before = small("expo", offline_steps=30, online_steps=0, run_dir=tmp_path / "before")
+        module("expo").train(before)
+        taken = small("expo", offline_steps=0, online_steps=1, utd=1, seed=2, random_steps=40,
+                      init_from=before.run_dir, base_lr=1e-12, run_dir=tmp_path / "after")  # fmt: skip
+        module("expo").train(taken)
+        first, second = (final_state(args.run_dir)["agent"]["base"] for args in (before, taken))
+        assert all(torch.allclose(first[name], second[name]) for name in first)
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"edits": 9, "base_samples": 4}, "at most --base-samples, 4"),
+            ({"edits": 0, "base_candidates": False}, "some"),
+        ],
+    )
+    def test_impossible_candidates_are_refused(self, small: Any, changed: dict[str, Any], said: str) -> None:
+        with pytest.raises(InputError, match=said):
+            module("expo").train(small("expo", **changed))
