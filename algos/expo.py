@@ -34,7 +34,7 @@ from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.denoiser import Denoiser
 from common.errors import InputError
-from common.evaluate import evaluate
+from common.evaluate import Act, evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
 from common.replay_buffer import Batch
 from common.run import Run
@@ -173,7 +173,6 @@ class EXPO:
         given: Any = args  # with_presets has filled in what could be None
         initializer = torch.Generator().manual_seed(args.seed)
         self.generator = torch.Generator(device).manual_seed(args.seed)
-        self.evaluation_generator = torch.Generator(device).manual_seed(args.seed)  # evaluations change nothing else
         self.base = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)
         self.base_average = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)  # it acts
         self.base_average.load_state_dict(self.base.state_dict())
@@ -210,16 +209,22 @@ class EXPO:
         return actions.cpu().numpy()
 
     @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    def act(
+        self, obs: NDArray[np.float32], deterministic: bool = False, generator: torch.Generator | None = None
+    ) -> NDArray[np.float32]:
         """Actions [n, action_dim] for obs [n, obs_dim], the best of the candidates; they may lie outside of [-1, 1].
 
-        The policy is drawn and has no other form: `deterministic` ones are drawn too, with evaluation's own noise, and
-        clipped.
+        `deterministic`: clipped, and with the same noise at every call unless a generator is given.
         """
-        generator = self.evaluation_generator if deterministic else self.generator
-        inputs = torch.from_numpy(obs).to(self.device)
+        fixed = torch.Generator(self.device).manual_seed(0) if deterministic else self.generator
+        generator, inputs = generator or fixed, torch.from_numpy(obs).to(self.device)
         actions = self.best(inputs, self.candidates(self.base_average, inputs, generator), generator)
         return (actions.clamp(-1.0, 1.0) if deterministic else actions).cpu().numpy()
+
+    def for_evaluation(self) -> Act:
+        """The policy as it is, drawn, with noise that is the same in every evaluation and of no use elsewhere."""
+        generator = torch.Generator(self.device).manual_seed(self.args.seed)
+        return partial(self.act, deterministic=True, generator=generator)
 
     @torch.no_grad()
     def sample(self, base: Denoiser, obs: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -370,7 +375,7 @@ def train(args: Args) -> None:
     else:
         switch.begin(agent)
         obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+        run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
     learned_before = args.offline_steps or args.init_from is not None
@@ -403,7 +408,7 @@ def train(args: Args) -> None:
         if run.due(1_000):
             run.logger.log(metrics)
         if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+            run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
     run.finish()

@@ -288,12 +288,16 @@ class TestSelection:
         assert max(abs(count - 20) for count in pairs.values()) < 5 * math.sqrt(20)
 
     def test_evaluation_draws_with_noise_of_its_own_and_stays_in_bounds(self) -> None:
+        """The same in each evaluation, another at each of its steps; without it, the same at each call."""
         agent, obs = float32_agent(edit_scale=3.0), float32_batch(50).obs.numpy()
         before = agent.generator.get_state()
-        first, second = (agent.act(obs, deterministic=True) for _ in range(2))
+        policy = agent.for_evaluation()
+        first, second = policy(obs), policy(obs)
+        assert not np.array_equal(first, second)
+        assert np.array_equal(first, agent.for_evaluation()(obs))
+        assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
         assert torch.equal(agent.generator.get_state(), before)
         assert np.abs(first).max() <= 1
-        assert not np.array_equal(first, second)
         assert np.abs(agent.act(obs)).max() > 1
 
     def test_the_average_of_the_base_policy_acts_and_the_one_that_learns_is_backed_up(self) -> None:
@@ -462,11 +466,11 @@ class TestUpdate:
         first, second = (float32_agent(dropout=0.1, seed=seed) for seed in (1, 2))
         batch = float32_batch(64)
         first.update(batch)
-        first.act(batch.obs.numpy(), deterministic=True)
+        first.act(batch.obs.numpy())
         restore(second, copy.deepcopy(state_of(first)))  # as from a file
         for agent in (first, second):
             agent.update(batch)
-            agent.act(batch.obs.numpy(), deterministic=True)
+            agent.act(batch.obs.numpy())
         assert same(state_of(first), state_of(second))
 
 
