@@ -11,12 +11,11 @@ critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv
 
 Ablations are flags:
 - no edits, as IDQL: --edits 0                        - edited samples alone: --no-base-candidates
-- the best when acting alone: --no-best-backup        - drawn by their values: --selection soft
+- the best when acting alone: --no-best-backup        - drawn by their values: --soft-selection 1
 - flow matching for diffusion: --policy flow
 
-Where the authors' code leaves a choice (docs/expo.md says why):
-- log α is held below 20: with the small edits of most tasks the target entropy is out of reach, and α grows for ever;
-- the base samples of all updates of a step are drawn in one batch, before the critics move: the base policy does not.
+Where the authors' code and this one differ (docs/expo.md says why):
+- log α is held below 20: with the small edits of most tasks the target entropy is out of reach, and α grows for ever.
 """
 
 import math
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
-from common.denoiser import Denoiser
+from common.denoiser import Denoiser, variance_preserving
 from common.errors import InputError
 from common.evaluate import Act, evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
@@ -42,12 +41,13 @@ from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, with_presets
 
+Array = NDArray[np.float32]
 Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
 
 
 @dataclass
 class Args(OfflineArgs):
-    may_be_zero = ("random_steps", "edits", "dropout", "weight_decay")
+    may_be_zero = ("random_steps", "edits", "dropout", "soft_selection", "weight_decay")
     any_sign = ("reward_shift",)
 
     # From data to online
@@ -89,10 +89,8 @@ class Args(OfflineArgs):
     """Choose among base samples and edits, else among the edits alone."""
     best_backup: bool = True
     """Back up the best candidate, else the first: a base sample, edited where there are edits."""
-    selection: Literal["best", "soft"] = "best"
-    """Take the candidate with the highest value, or draw one with probability ∝ exp(κ Q)."""
-    selection_weight: float = 1.0
-    """κ of soft selection."""
+    soft_selection: float = 0.0
+    """κ of drawing a candidate with probability ∝ exp(κ Q); 0: the best is taken."""
 
     # Learning
     gamma: float = 0.99
@@ -101,14 +99,12 @@ class Args(OfflineArgs):
     """Step of the target critics towards the critics, at every update of theirs."""
     base_tau: float = 0.001
     """Step of the base policy that acts towards the one that learns, at every update."""
-    base_lr: float = 3e-4
-    """Learning rate of the base policy; falls to 0 as a cosine over `decay_updates`."""
+    actor_lr: float = 3e-4
+    """Learning rate of base and edit policy; falls to 0 as a cosine."""
+    decay_updates: int = 3_000_000
+    """Over so many updates of each."""
     weight_decay: float = 1e-4
     """Of the base policy."""
-    edit_lr: float = 3e-4
-    """Learning rate of the edit policy; falls likewise."""
-    decay_updates: int = 3_000_000
-    """After which both learning rates are 0."""
     critic_lr: float = 3e-4
     """Learning rate of the critics."""
     alpha_lr: float = 3e-4
@@ -128,14 +124,12 @@ SIZES: dict[str, dict[str, Any]] = {
               "base_samples": 4, "edits": 4},
 }  # fmt: skip
 LOCOMOTION = {"target_critics": 2, "dropout": 0.0, "edit_scale": 0.05, "random_steps": 5_000, "reward_shift": 0.0}
-ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
 PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have none for locomotion
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
     "maze2d": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
-    "adroit": ADROIT,
+    "adroit": LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0},
 }
-LOG_ALPHA_LIMIT = 20.0
 
 
 class EditPolicy(nn.Module):
@@ -148,7 +142,7 @@ class EditPolicy(nn.Module):
 
     def forward(self, obs: Tensor, actions: Tensor, generator: torch.Generator, dropout: float = 0.0) -> TanhGaussian:
         inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        outputs = self.net.dropped_out(inputs, dropout, generator).view(*actions.shape[:-1], -1)
+        outputs = self.net.dropped_out(inputs, dropout, generator).unflatten(0, actions.shape[:-1])
         mean, log_std = outputs.chunk(2, dim=-1)
         return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
 
@@ -183,8 +177,8 @@ class EXPO:
         self.follow_base = Polyak(self.base_average, self.base, args.base_tau)
         self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        self.base_optimizer = Adam(self.base.parameters(), args.base_lr, weight_decay=args.weight_decay)
-        self.edit_optimizer = Adam(self.edit.parameters(), args.edit_lr)
+        self.base_optimizer = Adam(self.base.parameters(), args.actor_lr, weight_decay=args.weight_decay)
+        self.edit_optimizer = Adam(self.edit.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.args, self.device, self.action_dim = args, device, action_dim
@@ -194,24 +188,19 @@ class EXPO:
         # Of β ê: log β lower than of ê, for each dimension.
         self.log_scale = action_dim * math.log(given.edit_scale)
         self.target_entropy = -0.5 * action_dim + (self.log_scale if args.adjust_target_entropy else 0.0)
-        # The variance-preserving schedule: β_t of Song et al. 2021 (arXiv 2011.13456), at T points.
-        t = torch.arange(1, self.T + 1, dtype=torch.float64)
-        betas = 1.0 - torch.exp(-0.1 / self.T - 0.5 * 9.9 * (2.0 * t - 1.0) / self.T**2)
-        self.betas, self.alpha_bars = betas.float().to(device), (1.0 - betas).cumprod(0).float().to(device)
+        self.betas, self.alpha_bars = (part.to(device) for part in variance_preserving(self.T))
 
     def normal(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.randn(shape, generator=generator or self.generator, device=self.device)
 
-    def explore(self, num_envs: int) -> NDArray[np.float32]:
+    def explore(self, num_envs: int) -> Array:
         """Uniform random actions [num_envs, action_dim]."""
         shape = (num_envs, self.action_dim)
         actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
         return actions.cpu().numpy()
 
     @torch.no_grad()
-    def act(
-        self, obs: NDArray[np.float32], deterministic: bool = False, generator: torch.Generator | None = None
-    ) -> NDArray[np.float32]:
+    def act(self, obs: Array, deterministic: bool = False, generator: torch.Generator | None = None) -> Array:
         """Actions [n, action_dim] for obs [n, obs_dim], the best of the candidates; they may lie outside of [-1, 1].
 
         `deterministic`: clipped, and with the same noise at every call unless a generator is given.
@@ -248,8 +237,7 @@ class EXPO:
         """N base samples for each state, and M of them edited: [N + M, batch, action_dim]. Not clipped."""
         actions = self.sample(base, obs, self.base_samples, generator)
         edited = actions[: self.edits]
-        if self.edits:
-            edited = edited + self.edit_scale * self.edit(obs, edited, generator).sample(generator)
+        edited = edited + self.edit_scale * self.edit(obs, edited, generator).sample(generator)
         return torch.cat([actions, edited]) if self.args.base_candidates else edited
 
     def subset(self, generator: torch.Generator) -> Tensor:
@@ -261,9 +249,9 @@ class EXPO:
         """The on-the-fly policy: of the candidates [k, batch, action_dim] those with the highest value by the smallest
         target critic drawn, [batch, action_dim]."""
         values = self.critic_target(obs, candidates, self.subset(generator)).amin(0)
-        if self.args.selection == "soft":  # the highest of κ Q plus Gumbel noise is a draw from the softmax
+        if self.args.soft_selection:  # the highest of κ Q plus Gumbel noise is a draw from the softmax
             uniform = torch.rand(values.shape, generator=generator, device=self.device)
-            values = self.args.selection_weight * values - torch.log(-torch.log(uniform.clamp(1e-20)))
+            values = self.args.soft_selection * values - torch.log(-torch.log(uniform.clamp(1e-20)))
         chosen = values.argmax(0).view(1, -1, 1).expand(1, -1, self.action_dim)
         return candidates.gather(0, chosen).squeeze(0)
 
@@ -336,27 +324,22 @@ class EXPO:
         self.edit_optimizer.descend(edit_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
         self.alpha_optimizer.descend(alpha_loss)
-        self.log_alpha.data.clamp_(max=LOG_ALPHA_LIMIT)
+        self.log_alpha.data.clamp_(max=20.0)
         return critic_metrics | base_metrics | edit_metrics | alpha_metrics
 
     def decay(self, step: int) -> None:
         """The learning rates of base and edit policy for the update that ends at `step`."""
-        args = self.args
-        for optimizer, lr, updates in (
-            (self.base_optimizer, args.base_lr, args.offline_steps + step),
-            (self.edit_optimizer, args.edit_lr, max(step, 0)),
-        ):
-            passed = min(1.0, updates / args.decay_updates)
-            optimizer.param_groups[0]["lr"] = 0.5 * lr * (1.0 + math.cos(math.pi * passed))
+        done = {self.base_optimizer: self.args.offline_steps + step, self.edit_optimizer: max(step, 0)}
+        for optimizer, updates in done.items():
+            passed = min(1.0, updates / self.args.decay_updates)
+            optimizer.param_groups[0]["lr"] = 0.5 * self.args.actor_lr * (1.0 + math.cos(math.pi * passed))
 
 
 def train(args: Args) -> None:
     args = with_presets(args, {domain: preset | SIZES[args.size] for domain, preset in PRESETS.items()})
-    base_samples, edits = args.base_samples or 1, args.edits or 0
-    if edits > base_samples or not (edits or args.base_candidates):
-        raise InputError(
-            f"--edits is {edits}: give at most --base-samples, {base_samples}, and some without base candidates"
-        )
+    edits, most = args.edits or 0, args.base_samples or 1
+    if not (edits <= most and (edits or args.base_candidates)):
+        raise InputError(f"--edits is {edits}: give at most --base-samples, {most}, and some without base candidates")
     run = Run("expo", args)
     switch = Switch(args, run, reward_shift=args.reward_shift or 0.0)
     envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
@@ -378,8 +361,7 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
-    learned_before = args.offline_steps or args.init_from is not None
-    random_steps = 0 if learned_before else args.random_steps or 0
+    random_steps = 0 if args.offline_steps or args.init_from else args.random_steps or 0
     while run.step < args.online_steps:
         # Act: no step of the environment in pre-training
         if run.step < 0:

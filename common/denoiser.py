@@ -42,6 +42,17 @@ class Denoiser(nn.Module):
         return outputs
 
 
+def variance_preserving(steps: int) -> tuple[Tensor, Tensor]:
+    """β_t and ᾱ_t = Π (1 - β), [steps] each: how much noise is added at a step, and how much of the data is left.
+
+    Source: Xiao et al. 2022 (arXiv 2112.07804), the schedule of Song et al. 2021 (arXiv 2011.13456) between its points,
+    from 0.1 to 10.
+    """
+    t = torch.arange(1, steps + 1, dtype=torch.float64)
+    betas = 1.0 - torch.exp(-0.1 / steps - 0.5 * (10.0 - 0.1) * (2.0 * t - 1.0) / steps**2)
+    return betas.float(), (1.0 - betas).cumprod(0).float()
+
+
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
     return layer

@@ -175,7 +175,7 @@ class TestBasePolicy:
         the best network's do.
         """
         updates = 1_000
-        agent = float32_agent(policy=policy, width=64, base_lr=3e-3, denoising_steps=10, decay_updates=updates,
+        agent = float32_agent(policy=policy, width=64, actor_lr=3e-3, denoising_steps=10, decay_updates=updates,
                               offline_steps=updates)  # fmt: skip
         rng = torch.Generator().manual_seed(0)
         for step in range(-updates, 0):
@@ -261,7 +261,7 @@ class TestSelection:
         assert np.array_equal(got[:-2], base.numpy() if base_candidates else base.numpy()[:0])
 
     def test_soft_selection_draws_as_the_softmax_of_values(self) -> None:
-        agent = make_agent(selection="soft", selection_weight=2.0)
+        agent = make_agent(soft_selection=2.0)
         obs = make_batch().obs[:1].expand(20_000, -1)
         candidates = torch.from_numpy(np.random.default_rng(1).uniform(-1, 1, (4, 1, 2))).expand(4, 20_000, 2)
         chosen = drawn_subset(Drawn(agent.generator))
@@ -432,11 +432,11 @@ class TestUpdate:
         assert metrics["losses/entropy"].mean() < 2 * -0.5
 
     def test_learning_rates_fall_as_cosines_of_their_own_updates(self) -> None:
-        agent = float32_agent(offline_steps=100, decay_updates=1_000, base_lr=1e-3, edit_lr=2e-3)
+        agent = float32_agent(offline_steps=100, decay_updates=1_000, actor_lr=1e-3)
         for step, base, edit in ((-100, 1.0, 1.0), (0, 0.975528, 1.0), (400, 0.5, 0.654508), (2_000, 0.0, 0.0)):
             agent.decay(step)
             assert agent.base_optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * base, abs=1e-9)
-            assert agent.edit_optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 * edit, abs=1e-9)
+            assert agent.edit_optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * edit, abs=1e-9)
 
     def test_critics_reach_the_values_of_a_known_mdp(self) -> None:
         """That of test_off_policy: two states in turn, reward 1 in the first, and one that ends with 5; γ = 0.5."""
@@ -452,7 +452,7 @@ class TestUpdate:
 
     def test_edits_go_where_the_critics_see_more(self) -> None:
         """r = a₁ in a bandit: edits learn to add β to the first dimension of every action."""
-        agent = float32_agent(edit_lr=3e-3, alpha_lr=1e-2, critic_lr=3e-3, adjust_target_entropy=True)
+        agent = float32_agent(actor_lr=3e-3, alpha_lr=1e-2, critic_lr=3e-3, adjust_target_entropy=True)
         rng = torch.Generator().manual_seed(0)
         for _ in range(300):
             actions = 2 * torch.rand(256, 2, generator=rng) - 1
@@ -527,7 +527,7 @@ class TestRuns:
         before = small("expo", offline_steps=30, online_steps=0, run_dir=tmp_path / "before")
         module("expo").train(before)
         taken = small("expo", offline_steps=0, online_steps=1, utd=1, seed=2, random_steps=40,
-                      init_from=before.run_dir, base_lr=1e-12, run_dir=tmp_path / "after")  # fmt: skip
+                      init_from=before.run_dir, actor_lr=1e-12, run_dir=tmp_path / "after")  # fmt: skip
         module("expo").train(taken)
         first, second = (final_state(args.run_dir)["agent"]["base"] for args in (before, taken))
         assert all(torch.allclose(first[name], second[name]) for name in first)
