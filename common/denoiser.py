@@ -7,6 +7,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.networks import glorot
+from common.onednn import EPSILON, linear
+
+
+class Block(nn.Module):
+    """What a residual block makes of its stream [..., width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width, EPSILON),
+            _linear(width, 4 * width),
+            _linear(4 * width, width),
+        )
+
+    def forward(self, stream: Tensor) -> Tensor:
+        normal = self.norm(stream)
+        if stream.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            hidden = linear(normal, self.up.weight, self.up.bias, "swish")
+            return stream + linear(hidden, self.down.weight, self.down.bias)
+        change: Tensor = self.down(F.silu(self.up(normal)))
+        return stream + change
 
 
 class Denoiser(nn.Module):
@@ -22,10 +43,7 @@ class Denoiser(nn.Module):
         self.frequencies = nn.Parameter(0.2 * torch.randn(width // 4, generator=generator))
         self.of_time = nn.Sequential(_linear(2 * (width // 4), width), nn.SiLU(), _linear(width, width))
         self.first = _linear(action_dim + obs_dim + width, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width, 1e-6), _linear(width, 4 * width), nn.SiLU(), _linear(4 * width, width))
-            for _ in range(blocks)
-        )
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.last = _linear(width, action_dim)
         glorot(self, generator)
 
@@ -35,9 +53,7 @@ class Denoiser(nn.Module):
         # One layer on all three side by side; each part is multiplied only as often as it differs.
         parts = self.first.weight.split([noisy.shape[-1], obs.shape[-1], embedding.shape[-1]], dim=1)
         of_actions, of_obs, of_time = (F.linear(x, w) for x, w in zip((noisy, obs, embedding), parts, strict=True))
-        stream = of_actions + (of_obs + of_time + self.first.bias)
-        for block in self.blocks:
-            stream = stream + block(stream)
+        stream = self.blocks(of_actions + (of_obs + of_time + self.first.bias))
         outputs: Tensor = self.last(F.silu(stream))
         return outputs
 

@@ -8,10 +8,12 @@ layer spares what costs such small networks a tenth of their update.
 import ctypes
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,7 +26,8 @@ EPSILON = 1e-6  # of layer norms: Flax's, whose networks of this kind are the pu
 
 # Each looked up once: at every call that would take as long as a small product.
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default if AVAILABLE else None
-IN_PLACE = {"relu": torch.relu_, "tanh": torch.tanh_}
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]]
+IN_PLACE = {"relu": torch.relu_, "tanh": torch.tanh_, "swish": partial(F.silu, inplace=True)}
 _RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.grad_input
 
@@ -78,16 +81,16 @@ def _forward(activation: Activation, inputs: Tensor, members: list[Layers], hidd
         activations = inputs
         for weight, bias, *norm in layers[:-1]:
             if norm:
-                sums = _linear(activations, weight, bias)
+                sums = linear(activations, weight, bias)
                 scale, shift = norm
                 activations, *statistics = torch.native_layer_norm(sums, sums.shape[1:], scale, shift, EPSILON)
                 IN_PLACE[activation](activations)
                 hidden += [activations, sums, *statistics]
             else:
-                activations = _linear(activations, weight, bias, activation)
+                activations = linear(activations, weight, bias, activation)
                 hidden.append(activations)
         weight, bias = layers[-1]
-        outputs.append(_linear(activations, weight, bias))
+        outputs.append(linear(activations, weight, bias))
     return outputs
 
 
@@ -120,7 +123,7 @@ class _Network(torch.autograd.Function):
                 if any(parameters_need_it):
                     mine += [delta.sum(0), _weight_gradient(delta, activations)]
                 if k > 0 or inputs_need_it:
-                    delta = _linear(delta, layers[k][0].t())
+                    delta = linear(delta, layers[k][0].t())
                 if k > 0 and ctx.activation == "relu":
                     _RELU_BACKWARD(delta, activations, 0, grad_input=delta)
                 elif k > 0:
@@ -155,17 +158,22 @@ def _rows_with_a_gradient(delta: Tensor) -> Tensor | None:
     return moves.argsort(descending=True, stable=True)[:count] if 2 * count <= len(delta) else None
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
-    """activation(inputs [m, k] times the transpose of weight [n, k], plus bias [n])."""
-    if _PRODUCT is not None and inputs.numel() * len(weight) >= WORTHWHILE:
-        outputs: Tensor = _PRODUCT(inputs, weight, bias, activation, [], "")
+def linear(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | Literal["swish"] | None = None,
+) -> Tensor:
+    """activation(inputs [..., k] times the transpose of weight [n, k], plus bias [n]), outside of autograd."""
+    if _PRODUCT is not None and inputs.dtype == torch.float32 and inputs.numel() * len(weight) >= WORTHWHILE:
+        outputs: Tensor = _PRODUCT(inputs, weight, bias, activation or "none", [], "")
         return outputs
-    outputs = torch.mm(inputs, weight.t()) if bias is None else torch.addmm(bias, inputs, weight.t())
-    return outputs if activation == "none" else IN_PLACE[activation](outputs)
+    outputs = F.linear(inputs, weight, bias)
+    return outputs if activation is None else IN_PLACE[activation](outputs)
 
 
 def _weight_gradient(delta: Tensor, inputs: Tensor) -> Tensor:
     """deltaᵀ inputs; oneDNN copies its first operand when that is transposed: let it be the smaller one."""
     if inputs.shape[1] < delta.shape[1]:
-        return _linear(inputs.t(), delta.t()).t()
-    return _linear(delta.t(), inputs.t())
+        return linear(inputs.t(), delta.t()).t()
+    return linear(delta.t(), inputs.t())

@@ -195,6 +195,15 @@ class TestBasePolicy:
             assert near[0] > near[1] - 0.1
             assert near[1] > 0.95
 
+    def test_denoiser_is_the_same_with_and_without_autograd(self) -> None:
+        """Of a size where oneDNN multiplies, against float64."""
+        net = Denoiser(17, 6, 64, 2, torch.Generator().manual_seed(0))
+        obs, noisy, time = torch.randn(300, 17), torch.randn(4, 300, 6), torch.full((), 3.0)
+        expected = copy.deepcopy(net).double()(obs.double(), noisy.double(), time.double())
+        with torch.no_grad():
+            torch.testing.assert_close(net(obs, noisy, time).double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(net(obs, noisy, time).double(), expected, rtol=1e-4, atol=1e-5)
+
     def test_denoiser_is_one_layer_on_all_three_side_by_side(self) -> None:
         """Against the plain form: actions, state and time joined for every sample, layer by layer in NumPy."""
         net = Denoiser(3, 2, 16, 2, torch.Generator().manual_seed(0)).double()
@@ -218,8 +227,9 @@ class TestBasePolicy:
             embedding = dense(swish(dense(features, "of_time.0")), "of_time.2")
             x = dense(np.concatenate([noisy[k, b], obs[b], embedding]), "first")
             for i in range(2):
-                normal = (x - x.mean()) / np.sqrt(x.var() + 1e-6) * w[f"blocks.{i}.0.weight"] + w[f"blocks.{i}.0.bias"]
-                x = x + dense(swish(dense(normal, f"blocks.{i}.1")), f"blocks.{i}.3")
+                normal = (x - x.mean()) / np.sqrt(x.var() + 1e-6)
+                normal = normal * w[f"blocks.{i}.norm.weight"] + w[f"blocks.{i}.norm.bias"]
+                x = x + dense(swish(dense(normal, f"blocks.{i}.up")), f"blocks.{i}.down")
             np.testing.assert_allclose(got[k, b], dense(swish(x), "last"), rtol=1e-9)
 
 
