@@ -77,6 +77,7 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
         ("cql", "Pendulum-v1", 2, "sync"),
         ("td3_bc", "Pendulum-v1", 1, "sync"),
         ("wsrl", "Pendulum-v1", 1, "sync"),
+        ("expo", "Pendulum-v1", 2, "sync"),
     ],
 )
 def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
@@ -119,6 +120,7 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
         ("cql", signal.SIGINT, 130, "sync"),
         ("td3_bc", signal.SIGINT, 130, "sync"),
         ("wsrl", signal.SIGTERM, 143, "sync"),
+        ("expo", signal.SIGINT, 130, "sync"),
     ],
 )
 def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
