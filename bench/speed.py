@@ -55,6 +55,7 @@ class Algorithm:
     warm_steps: int  # whatever is compiled is compiled by then
     offline: bool = False
     dataset: bool = False  # whether it needs one
+    flags: bool = True  # whether ours takes those of a run, else the environment alone
     venv: str = ".venv-peers"
     """Where the peers are installed."""
 
@@ -106,10 +107,18 @@ ALGORITHMS = {
     ),
     "wsrl": Algorithm(  # its online phase, beside the same as a loop over separate critics
         ours=f"algos/wsrl.py --offline-steps 0 --online-steps {FOREVER} --warmup-steps 1024",
-        peers={"loop": ""},
+        peers={"loop": "bench/wsrl_loop.py"},
         peer_arguments={},
         warm_steps=1024 + WARM_UPDATES,
         dataset=True,
+        venv=".venv",
+    ),
+    "expo": Algorithm(  # its base samples alone, beside the same drawn one by one
+        ours="bench/expo_sampling.py batch",
+        peers={"loop": "bench/expo_sampling.py loop"},
+        peer_arguments={},
+        warm_steps=WARM_UPDATES,
+        flags=False,
         venv=".venv",
     ),
 }
@@ -119,8 +128,9 @@ ALGORITHMS = {
 class Args:
     """What is measured, and for how long."""
 
-    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl"] = "sac"
-    """The algorithm; iql and cql learn from a dataset, beside d3rlpy, wsrl online, beside a plain loop."""
+    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "expo"] = "sac"
+    """The algorithm; iql and cql learn from a dataset, beside d3rlpy; wsrl online, and expo's base samples are drawn,
+    beside a plain loop."""
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers; the dataset's, where there is one."""
     num_envs: int = 1
@@ -171,13 +181,16 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
         if "n_steps" in theirs:  # theirs are those of each environment
             theirs["n_steps"] //= args.num_envs
     ours = shlex.split(args.ours) if args.ours else [sys.executable, *shlex.split(algorithm.ours)]
-    ours += ["--env", env_id, *steps, "--eval-every", str(FOREVER)]
-    ours += ["--run-dir", str(folder / "run"), "--seed", "0", "--num-envs", str(args.num_envs)]
+    if algorithm.flags:
+        ours += ["--env", env_id, *steps, "--eval-every", str(FOREVER)]
+        ours += ["--run-dir", str(folder / "run"), "--seed", "0", "--num-envs", str(args.num_envs)]
+    else:
+        ours.append(env_id)
     lines = {"ours": ours}
     for peer in peers(args):
         lines[peer] = [str(python_of_peers(args)), script, algorithm.peers[peer], *places, json.dumps(theirs)]
     if "loop" in lines:
-        lines["loop"] = [sys.executable, "bench/wsrl_loop.py", env_id]
+        lines["loop"] = [sys.executable, *shlex.split(algorithm.peers["loop"]), env_id]
     if args.algo in PRODUCTS:
         lines["floor"] = [sys.executable, "bench/floor.py", args.algo, env_id]
     return lines
@@ -257,7 +270,8 @@ def main(args: Args) -> None:
         for name, command in commands(args, folder).items():
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
-            needs = {"learns": partial(has_losses, metrics)} if name == "ours" and not algorithm.offline else {}
+            online = algorithm.flags and not algorithm.offline
+            needs = {"learns": partial(has_losses, metrics)} if name == "ours" and online else {}
             contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT, **needs))
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contenders[-1].threads())

@@ -15,6 +15,7 @@ from conftest import PENDULUM, flags
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench import expo_sampling
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
 from bench.rounds import read_rounds, report, write_rounds
@@ -282,6 +283,30 @@ def test_the_loop_gets_our_environment_and_does_our_products(tmp_path: Path) -> 
         loop.update(batch)
     of_observations = 2 * 10 * n * HIDDEN * o
     assert counter.get_total_flops() == sum(p.flops for p in PRODUCTS["wsrl"](o, a)) + of_observations
+
+
+def test_expos_samples_drawn_one_by_one_are_those_of_the_batch() -> None:
+    """The network row by row is ours; what is drawn has the same distribution, by the largest distance of the two
+    distribution functions (Kolmogorov and Smirnov's), in every dimension."""
+    lines = commands(Args(algo="expo"), Path())
+    assert list(lines) == ["ours", "loop"]
+    assert all(line[1:] == ["bench/expo_sampling.py", how, counted("HalfCheetah-v4")]
+               for line, how in zip(lines.values(), ("batch", "loop"), strict=True))  # fmt: skip
+    torch.manual_seed(0)
+    agent, obs = expo_sampling.make_agent(17, 6), torch.randn(1, 17)
+    with torch.no_grad():  # so that the noise that it sees depends on everything
+        for parameter in agent.base.parameters():
+            parameter.add_(0.03 * torch.randn_like(parameter))
+    noisy = torch.randn(50, 6)
+    row_by_row = expo_sampling.noise_in(agent.base, obs.expand(50, -1), noisy, 3)
+    torch.testing.assert_close(row_by_row, agent.base(obs.expand(50, -1), noisy, torch.tensor(3.0)).detach())
+    n = 8_000
+    drawn = [draw(agent, obs.expand(n // 4, -1)).view(n, 6) for draw in (expo_sampling.loop, expo_sampling.batch)]
+    for one, other in zip(*(d.unbind(1) for d in drawn), strict=True):
+        places = torch.cat([one, other]).unique()
+        below = [torch.searchsorted(d.sort().values, places, right=True) / n for d in (one, other)]
+        assert (below[0] - below[1]).abs().max() < 1.95 * (2 / n) ** 0.5  # one time in a thousand it is more
+        assert one.unique().numel() > n / 20  # not all at a bound
 
 
 @pytest.mark.parametrize("algo", ["iql", "cql"])
