@@ -134,7 +134,7 @@ def online_table() -> str:
         before, after = spread([c[0] for c in seeds.values()]), spread([c[last] for c in seeds.values()])
         regret = statistics.mean(1 - statistics.mean(scores) / 100 for scores in online)
         lines.append(f"| {algo}, {dataset} | {last:,} | {before} | {after} | {regret:.2f} |")
-    return "\n".join(lines)
+    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | |"])
 
 
 VARIANTS = {
@@ -161,4 +161,4 @@ def wsrl_table() -> str:
             lowest = [min(score for step, score in c.items() if 0 < step <= SOON) for c in runs]
             columns = [[c[0] for c in runs], lowest, [c[SOON] for c in runs], [c[last] for c in runs]]
             lines.append(f"| {dataset}, {last:,} steps | {name} | {' | '.join(map(spread, columns))} |")
-    return "\n".join(lines)
+    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | | |"])

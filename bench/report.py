@@ -11,13 +11,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 import tyro
 
-from bench.offline_report import d3rlpy_table, interquartile_mean, offline_table, online_table
+from bench.offline_report import d3rlpy_table, interquartile_mean, offline_table, online_table, wsrl_table
 from bench.rounds import read_rounds
 
 mpl.use("Agg")
@@ -147,13 +148,13 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
-def offline_speed_table() -> str:
-    """Gradient steps per second on a dataset beside d3rlpy."""
-    lines = ["| | onramp | d3rlpy | onramp / d3rlpy | step / floor |", "|---|---|---|---|---|"]
-    for facts, median, ratio in speeds("d3rlpy"):
+def speed_beside(peer: str) -> str:
+    """Steps per second beside one peer, d3rlpy on a dataset or a plain loop."""
+    lines = [f"| | onramp | {peer} | onramp / {peer} | step / floor |", "|---|---|---|---|---|"]
+    for facts, median, ratio in speeds(peer):
         step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
         lines.append(
-            f"| {facts['algorithm']} | {median['ours']:.1f} | {median['d3rlpy']:.1f} | {ratio['d3rlpy']:.2f} | {step} |"
+            f"| {facts['algorithm']} | {median['ours']:.1f} | {median[peer]:.1f} | {ratio[peer]:.2f} | {step} |"
         )
     return "\n".join(lines)
 
@@ -187,10 +188,16 @@ def loading_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {
-    "README.md": {"learning": learning_table, "speed": speed_table, "offline speed": offline_speed_table},
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "learning": learning_table,
+        "speed": speed_table,
+        "offline speed": partial(speed_beside, "d3rlpy"),
+        "loop speed": partial(speed_beside, "loop"),
+    },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
+    "docs/wsrl.md": {"wsrl": wsrl_table},
 }
 
 

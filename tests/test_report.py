@@ -58,18 +58,19 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
     (tmp_path / "speed" / "a.csv").write_text("\n".join(facts + rows))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.speed_table().splitlines()[2:] == ["| sac on X | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"]
-    assert len(report.offline_speed_table().splitlines()) == 2
+    assert len(report.speed_beside("d3rlpy").splitlines()) == 2
 
 
 @pytest.mark.parametrize(("floor", "shown"), [({"floor": 60}, "2.00"), ({}, "-")])
-def test_offline_speed_has_a_table_of_its_own(
+def test_each_other_peer_has_a_table_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: dict[str, float], shown: str
 ):
     rounds = [[Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in ({"ours": 30, "d3rlpy": 20} | floor).items()]
               for i in (1, 2, 3)]  # fmt: skip
     write_rounds(tmp_path / "speed" / "a.csv", {"algorithm": "cql on D"}, rounds)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.offline_speed_table().splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]
+    assert report.speed_beside("d3rlpy").splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]
+    assert len(report.speed_beside("loop").splitlines()) == 2
     assert len(report.speed_table().splitlines()) == 2
 
 
