@@ -34,7 +34,7 @@ from common.command_line import command_line
 from common.denoiser import Denoiser, variance_preserving
 from common.errors import InputError
 from common.evaluate import Act, evaluate
-from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
+from common.networks import Adam, Polyak, TanhGaussian, compiled, frozen, glorot, mlp
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -347,8 +347,8 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = EXPO(args, obs_dim, action_dim, run.device)
-    imitate = torch.compile(agent.imitate) if args.compile else agent.imitate
-    update = torch.compile(agent.update) if args.compile else agent.update
+    imitate = compiled(agent.imitate) if args.compile else agent.imitate
+    update = compiled(agent.update) if args.compile else agent.update
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:

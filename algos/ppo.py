@@ -30,7 +30,7 @@ from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.errors import InputError, require_finite
 from common.evaluate import evaluate
-from common.networks import HALF_LOG_2PI, Adam, mlp, orthogonal
+from common.networks import HALF_LOG_2PI, Adam, compiled, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
 from common.run import OnlineArgs, Run
 from envs.make import make, make_vector, seeds
@@ -148,7 +148,7 @@ class PPO:
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device)
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma).to(device)
         self.args, self.device = args, device
-        self.compiled_step = torch.compile(self.step) if args.compile else self.step
+        self.compiled_step = compiled(self.step) if args.compile else self.step
 
     @torch.no_grad()
     def act(self, obs: Array, deterministic: bool = False) -> Array:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, frozen, mlp
+from common.networks import Adam, Polyak, compiled, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import OnlineArgs, Run
 from envs.make import make, make_vector, seeds
@@ -184,7 +184,7 @@ def train(args: Args) -> None:
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = TD3(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
-    update = torch.compile(agent.update) if args.compile else agent.update
+    update = compiled(agent.update) if args.compile else agent.update
 
     saved = run.open()
     run.logger.say(str(buffer))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, frozen, mlp
+from common.networks import Adam, Polyak, compiled, frozen, mlp
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch
 from common.run import Run
@@ -177,7 +177,7 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = TD3BC(args, obs_dim, action_dim, run.device)
-    update = torch.compile(agent.update) if args.compile else agent.update
+    update = compiled(agent.update) if args.compile else agent.update
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:

@@ -37,7 +37,7 @@ from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.errors import InputError
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
+from common.networks import Adam, Polyak, TanhGaussian, compiled, frozen, mlp, orthogonal
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -341,7 +341,7 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = WSRL(args, obs_dim, action_dim, run.device)
-    update = torch.compile(agent.update) if args.compile else agent.update
+    update = compiled(agent.update) if args.compile else agent.update
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:

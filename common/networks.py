@@ -3,8 +3,8 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from common.onednn import EPSILON, IN_PLACE, WORTHWHILE, Activation, Layers, net
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class EnsembleLinear(nn.Module):
@@ -224,7 +226,6 @@ class Adam(torch.optim.Adam):
         super().load_state_dict(state_dict)
         self._take_state()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # it cannot trace the fused kernel called like this
     def descend(self, loss: Tensor, max_gradient_norm: float | None = None) -> None:
         """One step down the gradient of `loss`, in this optimiser's parameters and in no others.
 
@@ -246,6 +247,16 @@ class Adam(torch.optim.Adam):
                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
                 weight_decay=group["weight_decay"], amsgrad=False, maximize=False, grad_scale=scale,
             )  # fmt: skip
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compile` of a function, without `Adam.descend`, whose call of the fused kernel it cannot trace.
+
+    A decorator there would do, but importing the compiler takes every program a second longer to start.
+    """
+    if not hasattr(Adam.descend, "_torchdynamo_disable"):
+        Adam.descend = torch.compiler.disable(Adam.descend)  # type: ignore[method-assign]
+    return torch.compile(function)
 
 
 class Polyak:

@@ -229,6 +229,12 @@ def test_adam_moves_its_own_parameters_only():
     assert all(p.grad is None for p in critic.parameters())
 
 
+def test_a_program_starts_without_the_compiler():
+    """It would take each of them a second more."""
+    said = "import sys, algos.sac; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_polyak():
     target, online = mlp([2, 3, 1], generator(1), ensemble=2), mlp([2, 3, 1], generator(2), ensemble=2)
     expected = [0.9 * t.detach() + 0.1 * o for t, o in zip(target.parameters(), online.parameters(), strict=True)]

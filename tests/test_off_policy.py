@@ -9,7 +9,7 @@ import torch
 from conftest import SMALL, module
 from formulas import make_batch, parameters
 
-from common.networks import Adam
+from common.networks import Adam, compiled
 from common.replay_buffer import ReplayBuffer
 
 off_policy = pytest.mark.parametrize("algo", ["sac", "td3"])
@@ -96,10 +96,10 @@ def test_compiled_equals_eager(algo: str):
             network.double()
         for optimizer in [value for value in vars(agent).values() if isinstance(value, Adam)]:
             optimizer.__init__(optimizer.param_groups[0]["params"], 1e-3)  # moments in float64 too
-    compiled = torch.compile(agents[1].update)
+    compiled_update = compiled(agents[1].update)
     for _ in range(5):
         agents[0].update(batch)
-        compiled(batch)
+        compiled_update(batch)
     for (name, eager), (_, other) in zip(parameters(agents[0]), parameters(agents[1]), strict=True):
         torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-9, msg=name)
 
