@@ -131,6 +131,15 @@ def command(*arguments: str, algo: str = "sac", **options: Any) -> subprocess.Co
     return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)
 
 
+def killed_at(
+    algo: str, places: list[tuple[str, int]], *arguments: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A training killed at each of these places in turn (kill_at.py); status 0 if it was killed every time."""
+    listed = ", ".join(f"{place} {n}" for place, n in places)
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), algo, listed, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)
+
+
 def final_state(folder: Path) -> dict[str, Any]:
     """All that the last checkpoint holds, but for the log sizes, which include wall-clock figures."""
     state = checkpoint.load(folder / "checkpoint" / "state.pt")

@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, PENDULUM, ROOT, command, every_algorithm, final_state, flags, module, same
+from conftest import OFFLINE, PENDULUM, ROOT, command, every_algorithm, final_state, flags, killed_at, module, same
 
 from common.command_line import command_line
 
@@ -185,8 +185,7 @@ def test_a_folder_in_use(run, tmp_path: Path):
 
 def stopped_run(folder: Path) -> None:
     """A run killed after its checkpoint of step 200."""
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "sac", "update", "500", *flags(run_dir=folder)]
-    assert subprocess.run(line, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert killed_at("sac", [("update", 500)], *flags(run_dir=folder)).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -268,8 +267,7 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
 
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "sac", "update", "500", *arguments]
-    assert subprocess.run(line, capture_output=True, env=environ, check=False).returncode == -signal.SIGKILL
+    assert killed_at("sac", [("update", 500)], *arguments, env=environ).returncode == 0
     result = command(*arguments, env=environ)
     assert result.returncode == 0
     assert result.stderr.count("does not replay bit for bit") == 1

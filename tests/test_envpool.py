@@ -1,8 +1,6 @@
 """EnvPool beside Gymnasium: the same environments, the same contract. Skipped where EnvPool is not installed."""
 
 import importlib
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, command, flags, replay_bytes
+from conftest import command, flags, killed_at, replay_bytes
 
 from algos import sac
 from common.errors import InputError, RunError
@@ -156,8 +154,7 @@ def test_a_run_that_goes_on_begins_new_episodes(pool: Any) -> None:
 
 def test_a_stopped_run_goes_on_and_says_what_it_lost(pool: Any, tmp_path: Path) -> None:
     arguments = flags(env="Hopper-v4", num_envs=2, vectorizer="envpool", run_dir=tmp_path / "run")
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), "sac", "update", "200", *arguments]
-    assert subprocess.run(line, capture_output=True, timeout=600, check=False).returncode == -signal.SIGKILL
+    assert killed_at("sac", [("update", 200)], *arguments).returncode == 0
     result = command(*arguments)
     assert result.returncode == 0, result.stderr
     assert "EnvPool cannot save the state of its environments: they begin new episodes here" in result.stderr

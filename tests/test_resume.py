@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import OFFLINE, ROOT, command, every_algorithm, final_state, flags, module, replay_bytes, same
+from conftest import OFFLINE, ROOT, command, every_algorithm, final_state, flags, killed_at, module, replay_bytes, same
 
 from common import checkpoint
 from common.errors import InputError
@@ -93,17 +93,8 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
     places += [("torch.save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
     if algo == "wsrl":  # in the warm-up of 70 steps, with its last and with the first behind it
         places = [("online step", 40), ("online step", 70), ("online step", 71), *places]
-    for place, n in places:
-        line = [
-            sys.executable,
-            str(ROOT / "tests" / "kill_at.py"),
-            algo,
-            place,
-            str(n),
-            *flags(algo, **arguments, run_dir=run_dir),
-        ]
-        result = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False)
-        assert result.returncode == -signal.SIGKILL, f"not killed at {place} {n}: {result.stderr}"
+    result = killed_at(algo, places, *flags(algo, **arguments, run_dir=run_dir))
+    assert result.returncode == 0, result.stderr
     assert command(*flags(algo, **arguments, run_dir=run_dir), algo=algo).returncode == 0
     assert_same_run(run_dir, tmp_path / "undisturbed")
 
@@ -172,16 +163,7 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small, capsys: 
 def test_logs_are_cut_back_to_the_checkpoint(algo: str, tmp_path: Path):
     """Each step has its rows once, in metrics.csv too, however often it was done."""
     run_dir = tmp_path / "run"
-    for n in (150, 180):
-        line = [
-            sys.executable,
-            str(ROOT / "tests" / "kill_at.py"),
-            algo,
-            "step",
-            str(3 * n),
-            *flags(algo, run_dir=run_dir),
-        ]
-        subprocess.run(line, capture_output=True, timeout=600, check=False)
+    assert killed_at(algo, [("step", 450), ("step", 540)], *flags(algo, run_dir=run_dir)).returncode == 0
     assert command(*flags(algo, run_dir=run_dir), algo=algo).returncode == 0
     rows = [line.split(",")[:2] for line in (run_dir / "metrics.csv").read_text().splitlines()[1:]]
     assert len(rows) == len({tuple(row) for row in rows})
