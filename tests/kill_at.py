@@ -1,22 +1,27 @@
 """Trains again and again, killed (SIGKILL) at the n-th time that it reaches each place in turn.
 
 kill_at.py ALGO "PLACE N, PLACE N, ..." FLAGS... ends with 1 where a training was not killed. Each is a process of its
-own; they share the seconds of imports.
+own; they share the seconds of imports. "any N" is N kills at random instants, after which it says at which steps the
+checkpoints were.
 """
 
 import importlib
 import os
+import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
 import envs.state
 import envs.vector
 import offline.switch
+from common import checkpoint
 from common.command_line import command_line
 from common.networks import Adam
 
@@ -48,15 +53,51 @@ def kill_at(place: str, n: int) -> None:
     setattr(owner, name, counted)
 
 
+def start(place: str = "", n: int = 0) -> int:
+    """The training's process, which kills itself at the n-th `place`."""
+    child = os.fork()  # nothing has computed yet: no thread is lost
+    if child == 0:
+        if place:
+            kill_at(place, n)
+        command_line(algorithm.train, algorithm.Args)
+        os._exit(0)
+    return child
+
+
+def was_killed(child: int, options: int = 0) -> bool:
+    """Whether it ended so; False where it still runs and `options` are not to wait. Exits where it ended otherwise."""
+    pid, status = os.waitpid(child, options)
+    if pid and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+        sys.exit("it ended before it was killed")
+    return pid != 0
+
+
+def kill_at_random(kills: int) -> None:
+    """After no, one or two checkpoints, and up to 0.3 s more: seconds alone would differ by machine."""
+    path = tyro.cli(algorithm.Args).run_dir / "checkpoint" / "state.pt"
+    chance, steps = random.Random(0), []
+    for _ in range(kills):
+        written, count = modified(path), chance.randint(0, 2)
+        child = start()
+        while count and not was_killed(child, os.WNOHANG):
+            time.sleep(0.002)
+            count, written = count - (modified(path) != written), modified(path)
+        time.sleep(chance.uniform(0.0, 0.3))
+        os.kill(child, signal.SIGKILL)
+        was_killed(child)
+        steps.append(checkpoint.load(path)["logger"]["step"] if path.exists() else 0)
+    sys.stderr.write(f"\n{kills} kills, checkpoint before each at step {steps}\n")
+
+
+def modified(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 if __name__ == "__main__":
-    places = sys.argv[2].split(", ")
+    places = [(each.rsplit(" ", 1)[0], int(each.rsplit(" ", 1)[1])) for each in sys.argv[2].split(", ")]
     sys.argv[1:3] = []
-    for each in places:
-        child = os.fork()  # nothing has computed yet: no thread is lost
-        if child == 0:
-            kill_at(each.rsplit(" ", 1)[0], int(each.rsplit(" ", 1)[1]))
-            command_line(algorithm.train, algorithm.Args)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
-            sys.exit(f"not killed at {each}")
+    for place, n in places:
+        if place == "any":
+            kill_at_random(n)
+        else:
+            was_killed(start(place, n))
