@@ -8,11 +8,16 @@ Finished runs are skipped, stopped ones go on from their last checkpoint: the sa
 whatever ended it. Results are those of the commands run by hand, bit for bit.
 """
 
+import dataclasses
+import importlib
+import json
 import os
 import shlex
+import signal
 import sys
-import time
+import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +25,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from bench.sweep_task import Job, Outcome, run
-from common.command_line import command_line
+from bench.sweep_task import ROOT, Job, Outcome, facts, run
+from common.command_line import command_line, parse
 from common.errors import InputError, RunError
 
-ROOT = Path(__file__).resolve().parents[1]
-KEYS = {"name", "algo", "envs", "datasets", "seeds", "flags", "cpus", "gpus"}
+SUITES = ROOT / "bench" / "suites"
+KILLS = 3  # so often a run goes on after the kernel or somebody killed it; of lost nodes and workers there is no limit
 
 
 @dataclass
@@ -44,55 +49,110 @@ class Args:
     """Print the commands, one a line, and start nothing."""
 
 
-def read_suite(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """A suite's name and its [[runs]]. Raises InputError where the file is missing, damaged or says what nobody reads."""
-    path = Path(name) if name.endswith(".toml") else ROOT / "bench" / "suites" / f"{name}.toml"
+@dataclass
+class Entry:
+    """A [[runs]] of a suite: every algorithm, on every environment and dataset, with every seed."""
+
+    algo: list[str]
+    envs: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [1])
+    flags: str = ""
+    name: str = ""  # of the folder; that of the algorithm unless given
+    cpus: int = 1
+    gpus: float = 0.0  # 0.25: four runs share one
+    memory: float = 0.0  # GiB to set aside; nobody watches that it is enough
+
+    def __post_init__(self) -> None:
+        lists = {"algo": str, "envs": str, "datasets": str, "seeds": int}
+        for key, kind in {"flags": str, "name": str, "cpus": int, "gpus": float, "memory": float}.items():
+            if not isinstance(getattr(self, key), (kind, int) if kind is float else kind):
+                raise InputError(f"{key} is {getattr(self, key)!r}, which is no {kind.__name__}")
+        for key, kind in lists.items():
+            if not all(isinstance(value, kind) and value != "" for value in getattr(self, key)):
+                raise InputError(f"{key} is {getattr(self, key)!r}: give {kind.__name__}s")
+        if not (self.algo and self.envs + self.datasets and self.seeds and self.cpus > 0):
+            raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
+        if min(self.gpus, self.memory, *self.seeds) < 0:
+            raise InputError("nothing in a run is below 0")
+
+
+def read_suite(name: str) -> tuple[str, list[Entry]]:
+    """A suite's name and its entries. Raises InputError where the file is missing, damaged or says what nobody reads."""
+    path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
     try:
         found = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in (ROOT / "bench" / "suites").glob("*.toml")))
+        known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
         raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}") from None
-    runs = found.pop("runs", [])
-    if found or not runs:
-        raise InputError(f"{path}: a suite is [[runs]] and nothing else, at least one")
-    for entry in runs:
-        if unknown := entry.keys() - KEYS:
-            raise InputError(f"{path}: {', '.join(sorted(unknown))}: a run has {', '.join(sorted(KEYS))}")
-    return path.stem, runs
+    runs = found.pop("runs", None)
+    if found or not isinstance(runs, list) or not runs:
+        raise InputError(f"{path}: a suite is [[runs]], one or more, and nothing else")
+    try:
+        return path.stem, [Entry(**_as_lists(each)) for each in runs]
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
-def jobs(suite: str, runs: list[dict[str, Any]], folder: Path) -> list[Job]:
-    """Every run of a suite, in its order, seeds outermost: what all have with one seed comes before anyone's second.
+def _as_lists(given: dict[str, Any]) -> dict[str, Any]:
+    """One name stands for a list of one, and seeds = 10 for 1 to 10. Raises InputError for a key that is not read."""
+    keys = [f.name for f in dataclasses.fields(Entry)]
+    if unknown := given.keys() - set(keys):
+        raise InputError(f"{', '.join(sorted(unknown))}: a run has {', '.join(keys)}")
+    found = {"algo": []} | given
+    if isinstance(found.get("seeds"), int):
+        found["seeds"] = list(range(1, found["seeds"] + 1))
+    return found | {k: [found[k]] for k in ("algo", "envs", "datasets") if isinstance(found.get(k), str)}
 
-    Raises InputError where an algorithm is not there, a number makes no sense, or two runs would share a folder.
+
+def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
+    """Every run of a suite, seeds outermost: what all have with one seed comes before anyone's second.
+
+    Raises InputError where an algorithm is not there or would refuse its flags, or where two runs share a folder.
     """
-    found = [job for entry in runs for job in _jobs_of(entry, folder / suite)]
-    for job in found:
-        if sum(other.folder == job.folder for other in found) > 1:
-            raise InputError(f"two runs would go into {job.folder}: give one of them a name")
+    found = [job for entry in entries for job in _jobs_of(entry, folder.absolute() / suite)]
+    twice = [str(into) for into, times in Counter(job.folder for job in found).items() if times > 1]
+    if twice:
+        raise InputError(f"two runs would go into {twice[0]}: give one of them a name")
     return sorted(found, key=lambda job: job.seed)
 
 
-def _jobs_of(entry: dict[str, Any], folder: Path) -> Iterator[Job]:
-    algorithms = [entry["algo"]] if isinstance(entry.get("algo"), str) else entry.get("algo", [])
-    seeds = range(1, entry.get("seeds", 1) + 1) if isinstance(entry.get("seeds", 1), int) else entry["seeds"]
-    tasks = [("--env", env) for env in entry.get("envs", [])]
-    tasks += [("--dataset", dataset) for dataset in entry.get("datasets", [])]
-    cpus, gpus = entry.get("cpus", 1), float(entry.get("gpus", 0.0))
-    if not (algorithms and tasks and len(seeds) and cpus >= 1 and gpus >= 0):
-        raise InputError("a run needs algo, envs or datasets, one seed or more, cpus of 1 or more, gpus of 0 or more")
-    for algo in algorithms:
-        if not (ROOT / "algos" / f"{algo}.py").exists():
-            known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
-            raise InputError(f"there is no algos/{algo}.py: give one of {known}")
-        for (flag, task), seed in ((t, s) for t in tasks for s in seeds):
-            name = Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_")
-            into = folder / entry.get("name", algo) / name / str(seed)
-            argv = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), flag, task, "--seed", str(seed)]
-            argv += [*shlex.split(entry.get("flags", "")), "--run-dir", str(into)]
-            yield Job(argv, into, seed, cpus, gpus)
+def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
+    tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
+    for algo in entry.algo:
+        for flag, task in tasks:
+            fixed = (f"algos/{algo}.py", flag, task, *shlex.split(entry.flags))
+            refuse_wrong_flags(algo, fixed)
+            name = Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_").replace(":", "_")
+            for seed in entry.seeds:
+                into = folder / (entry.name or algo) / name / str(seed)
+                yield Job((*fixed, "--seed", str(seed)), into, seed, entry.cpus, entry.gpus, entry.memory)
+
+
+def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
+    """Raises InputError now, where the command would say so when its turn comes, hours later."""
+    if not (ROOT / command[0]).exists():
+        known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
+        raise InputError(f"there is no {command[0]}: give one of {known}")
+    if owned := {"--seed", "--run-dir"} & {word.split("=")[0] for word in command}:
+        raise InputError(f"{' and '.join(sorted(owned))} in flags: the sweep itself says which")
+    try:
+        parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
+    except InputError as error:
+        raise InputError(f"{shlex.join(command)}: {error}") from None
+
+
+def is_done(job: Job) -> bool:
+    """Raises InputError where its folder was made by another command."""
+    record = job.folder.with_suffix(".sh")
+    if record.exists() and record.read_text().split(" --run-dir ")[0] != job.line.split(" --run-dir ")[0]:
+        raise InputError(
+            f"{job.folder} was made by another command, {record.read_text().strip()}\n"
+            f"give another --folder, or delete {job.folder} and {record.name} to start afresh"
+        )
+    return (job.folder / "DONE").exists()
 
 
 @dataclass
@@ -103,10 +163,11 @@ class Sweep:
     done: list[Job] = field(default_factory=list)
     running: dict[Any, Job] = field(default_factory=dict)  # by Ray's reference
     failed: list[tuple[Job, str]] = field(default_factory=list)
+    kills: Counter[Job] = field(default_factory=Counter)
 
     def table(self) -> str:
         """A line for each that runs or failed, and one for all."""
-        lines = [f"runs     {job.label}{progress(job)}" for job in self.running.values()]
+        lines = [f"runs     {job.label:40}{progress(job)}" for job in self.running.values()]
         for job, why in self.failed:
             lines += [f"failed   {job.label}", *(f"         | {line}" for line in why.splitlines())]
         counts = (len(self.done), len(self.running), len(self.waiting), len(self.failed))
@@ -114,26 +175,26 @@ class Sweep:
 
 
 def progress(job: Job) -> str:
-    """Step and return of its last evaluation, where this machine can see its folder."""
+    """Step and mean return of its last evaluation, where this machine can see its folder."""
     path = job.folder / "evaluations.csv"
-    if not path.exists():
+    rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    if not rows:
         return ""
-    last = path.read_text().rstrip().rsplit("\n", 1)[-1].split(",")
-    return f"  step {int(last[0]):,}, return {float(last[2]):.1f}" if last[0].lstrip("-").isdigit() else ""
+    arguments = json.loads((job.folder / "config.json").read_text())["arguments"]
+    end = arguments.get("total_steps", arguments.get("online_steps", 0))
+    returns = [float(row[2]) for row in rows if row[0] == rows[-1][0]]
+    return f" step {int(rows[-1][0]):,} of {end:,}, return {sum(returns) / len(returns):,.1f}"
 
 
 def train(args: Args) -> None:
     """Runs the suite to its end. Raises RunError where a run failed: the others go on to theirs first."""
-    suite, runs = read_suite(args.suite)
-    found = jobs(suite, runs, args.folder.absolute())
+    found = jobs(*read_suite(args.suite), args.folder)
     if args.dry_run:
-        for job in found:
-            print(f"OMP_NUM_THREADS={job.cpus} {shlex.join(job.argv)}")
+        sys.stdout.write("".join(f"{job.line}\n" for job in found))
         return
-    sweep = Sweep([job for job in found if not job.finished], [job for job in found if job.finished])
-    if sweep.waiting:
-        execute(sweep, args)
-    print(sweep.table())
+    sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
+    execute(sweep, args)
+    print(sweep.table())  # noqa: T201
     if sweep.failed:
         raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed; the same command starts them again")
 
@@ -142,62 +203,89 @@ def execute(sweep: Sweep, args: Args) -> None:
     """Starts runs as resources allow, until none waits and none runs; Ctrl-C stops those that run, with a checkpoint."""
     import ray
 
-    address = os.environ.get("RAY_ADDRESS", "local")
-    embedded = {"num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, **(embedded if address == "local" else {}))
-    try:
-        check_nodes(ray)
-        shown = ""
-        while sweep.waiting or sweep.running:
-            fill(sweep, ray)
-            ready, _ = ray.wait(list(sweep.running), timeout=2.0)
-            for reference in ready:
-                finish(sweep, reference, ray)
-            table = sweep.table()
-            if table != shown:
-                sys.stderr.write(f"\x1b[2J\x1b[H{table}\n" if sys.stderr.isatty() else f"{table.splitlines()[-1]}\n")
-                shown = table
-    except KeyboardInterrupt:
-        sys.stderr.write("stopping the runs, each with a checkpoint; the same command goes on\n")
-        for reference in sweep.running:
-            ray.cancel(reference)
-        ray.wait(list(sweep.running), num_returns=len(sweep.running), timeout=120.0)
-        raise SystemExit(130) from None
-    finally:
-        ray.shutdown()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = os.environ.get("RAY_ADDRESS", "local")  # never one that happens to be there
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as logs:
+        embedded = {
+            "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
+            "_temp_dir": logs,
+        }  # fmt: skip
+        ray.init(address, log_to_driver=False, logging_level="error", **(embedded if address == "local" else {}))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+        try:
+            drive(sweep, ray)
+        except KeyboardInterrupt:
+            sys.stderr.write("stopping the runs, each with a checkpoint (again: at once); the same command goes on\n")
+            for reference in sweep.running:
+                ray.cancel(reference)
+            ray.wait(list(sweep.running), num_returns=max(1, len(sweep.running)), timeout=120.0)
+            raise SystemExit(130) from None
+        finally:
+            ray.shutdown()
 
 
-def check_nodes(ray: Any) -> None:
-    """Raises InputError where a node has another Python or Ray, which Ray itself tells only later and worse."""
+def drive(sweep: Sweep, ray: Any) -> None:
+    """Starts runs, takes in those that ended, and shows what is, until all ended."""
+    nodes: set[str] = set()
+    shown = ""
+    while sweep.waiting or sweep.running:
+        nodes |= refuse_other_versions(ray, nodes)
+        fill(sweep, ray)
+        ready, _ = ray.wait(list(sweep.running), timeout=2.0)
+        for reference in ready:
+            finish(sweep, reference, ray)
+        if (table := sweep.table()) != shown:
+            sys.stderr.write(f"\x1b[2J\x1b[H{table}\n" if sys.stderr.isatty() else f"{table.splitlines()[-1]}\n")
+            shown = table
+
+
+def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
+    """The nodes that joined. Raises InputError where one has other code or packages: its runs would not be the same."""
+    joined = {node["NodeID"]: node["NodeName"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known}
+    at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    told = {n: ray.remote(facts).options(num_cpus=0, scheduling_strategy=at(n, soft=False)).remote() for n in joined}
+    for node, reference in told.items():
+        there, here = ray.get(reference), facts()
+        if other := [f"{key} {there[key]}, here {here[key]}" for key in here if there[key] != here[key]]:
+            raise InputError(f"node {joined[node]} has {'; '.join(other)}: bring it to the same, or stop Ray there")
+    return set(joined)
 
 
 def fill(sweep: Sweep, ray: Any) -> None:
-    """Starts as many as the cluster has room for now; the others wait here, where they can be counted."""
-    total = ray.cluster_resources()
-    while sweep.waiting:
-        job = sweep.waiting[0]
+    """Starts what there is room for now; the rest waits here, where it can be counted."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for job in list(sweep.waiting):
+        needs = {"CPU": job.cpus, "GPU": job.gpus, "memory": job.memory * 2**30}
+        if not any(all(node.get(key, 0) >= need for key, need in needs.items()) for node in alive):
+            raise InputError(f"{job.label} needs {needs}, and no node has that much: {alive}")
         used = {"CPU": sum(j.cpus for j in sweep.running.values()), "GPU": sum(j.gpus for j in sweep.running.values())}
-        if used["CPU"] + job.cpus > total.get("CPU", 0) or used["GPU"] + job.gpus > total.get("GPU", 0):
-            if not sweep.running:
-                raise InputError(f"{job.label} needs {job.cpus} CPUs and {job.gpus:g} GPUs; there are {total}")
-            return
-        # A worker is not used again where a GPU's memory could stay with it; lost nodes and workers are tried anew.
-        options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "max_retries": -1, "max_calls": 1}
-        sweep.running[ray.remote(**options)(run).remote(job)] = sweep.waiting.pop(0)
+        if any(used[key] + needs[key] > sum(node.get(key, 0) for node in alive) for key in used):
+            continue
+        sweep.waiting.remove(job)
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        job.folder.with_suffix(".sh").write_text(f"{job.line}\n")
+        # Lost nodes and workers are tried anew, for ever; none is used again, where a GPU's memory could stay with it.
+        options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "memory": needs["memory"] or None}
+        task = ray.remote(max_retries=-1, max_calls=1, **options)(run)
+        sweep.running[task.remote(job)] = job
 
 
 def finish(sweep: Sweep, reference: Any, ray: Any) -> None:
-    """Takes a run that ended from those that run to those that are done or failed."""
+    """Takes a run that ended to those that are done, that failed, or that go on."""
     job = sweep.running.pop(reference)
     try:
         outcome: Outcome = ray.get(reference)
     except ray.exceptions.RayError as error:
         sweep.failed.append((job, str(error)))
         return
-    if outcome.status:
+    if outcome.status == -signal.SIGKILL and sweep.kills[job] < KILLS:
+        sweep.kills[job] += 1
+        sweep.waiting.insert(0, job)
+    elif outcome.status:
         sweep.failed.append((job, f"ended with {outcome.status}; the last lines of {job.log}:\n{outcome.said}"))
     else:
-        job.keep(outcome.files)
+        outcome.keep(job.folder)
         sweep.done.append(job)
 
 

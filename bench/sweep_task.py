@@ -2,49 +2,61 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-KEPT = ("config.json", "evaluations.csv", "DONE")
+from common.checkpoint import replacing
+from common.run import commit, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("config.json", "evaluations.csv", "DONE")  # in this order: what is done has all of them
 SECONDS_TO_STOP = 60.0
+SECONDS_UNTIL_FREE = 90.0  # Ray takes a minute to see that its head is gone, and to end what it had started
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command, the folder it writes, and what it may use."""
+    """A command, without its Python and its folder, the folder it writes, and what it may use."""
 
-    argv: list[str]
+    command: tuple[str, ...]
     folder: Path
     seed: int
-    cpus: int
-    gpus: float
+    cpus: int = 1
+    gpus: float = 0.0
+    memory: float = 0.0  # GiB
 
     @property
     def label(self) -> str:
         return "/".join(self.folder.parts[-3:])
 
     @property
+    def argv(self) -> list[str]:
+        return [sys.executable, *self.command, "--run-dir", str(self.folder)]
+
+    @property
+    def line(self) -> str:
+        """The same for a shell, from the repository's root."""
+        program = shlex.join(("python", *self.command, "--run-dir", str(self.folder)))
+        return f"{'' if self.gpus else 'CUDA_VISIBLE_DEVICES= '}OMP_NUM_THREADS={self.cpus} {program}"
+
+    @property
     def log(self) -> Path:
-        """What it says, on the machine that it runs on; beside its folder, which is its own."""
+        """What it says, on the machine that it runs on; beside its folder, which is the run's own."""
         return self.folder.with_suffix(".log")
 
     @property
-    def finished(self) -> bool:
-        return (self.folder / "DONE").exists()
-
-    def keep(self, files: dict[str, bytes]) -> None:
-        """Writes what came back from another machine; DONE, which is last, by rename."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            if not (self.folder / name).exists():
-                part = self.folder / f"{name}.part"
-                part.write_bytes(content)
-                part.replace(self.folder / name)
+    def environment(self) -> dict[str, str]:
+        """As many threads as CPUs, and a GPU only for those that asked for a part of one; which, Ray says."""
+        own = {f"{name}_NUM_THREADS": str(self.cpus) for name in ("OMP", "MKL", "OPENBLAS")}
+        return own if self.gpus else own | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -55,23 +67,49 @@ class Outcome:
     said: str
     files: dict[str, bytes]
 
+    def keep(self, folder: Path) -> None:
+        """Writes the files where they are not: the run was on another machine."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            if not (folder / name).exists():
+                with replacing(folder / name) as file:
+                    file.write(content)
+
+
+def facts() -> dict[str, str]:
+    """What has to be the same on every node for a run to be the same on any: this code, its packages, its Python."""
+    return versions() | {"commit": commit()}
+
 
 def run(job: Job) -> Outcome:
     """Runs a job to its end. Interrupted (Ray's cancel), it lets the command write a checkpoint before it ends."""
     job.folder.parent.mkdir(parents=True, exist_ok=True)
-    threads = {f"{name}_NUM_THREADS": str(job.cpus) for name in ("OMP", "MKL", "OPENBLAS")}
+    _wait_until_free(job.folder / ".lock")
     with job.log.open("ab") as log:
+        before = log.tell()
         process = subprocess.Popen(
-            job.argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | threads,
+            job.argv, cwd=ROOT, env=os.environ | job.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
         try:
-            status = process.wait()
+            while (status := process.poll()) is None:  # a cancel does not wake what waits in the kernel
+                time.sleep(0.2)
         except BaseException:
             _stop(process)
             raise
     files = {name: (job.folder / name).read_bytes() for name in KEPT} if status == 0 else {}
-    return Outcome(status, "\n".join(job.log.read_text(errors="replace").splitlines()[-5:]), files)
+    said = job.log.read_bytes()[before:].decode(errors="replace")
+    return Outcome(status, "\n".join(said.splitlines()[-5:]), files)
+
+
+def _wait_until_free(lock: Path) -> None:
+    """A run of a sweep that was killed may still be ending; what is still there afterwards, the command itself tells."""
+    give_up = time.monotonic() + SECONDS_UNTIL_FREE
+    while lock.exists() and time.monotonic() < give_up:
+        with lock.open() as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.5)
 
 
 def _die_with_parent() -> None:
@@ -80,11 +118,9 @@ def _die_with_parent() -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(SECONDS_TO_STOP)
-    except subprocess.TimeoutExpired:
+    for number, seconds in ((signal.SIGTERM, SECONDS_TO_STOP), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return

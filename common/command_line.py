@@ -5,7 +5,7 @@ import errno
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
     """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
     program = Path(sys.argv[0]).name
     try:
-        train(_parse(arguments))
+        train(parse(arguments))
     except InputError as error:
         sys.stderr.write(f"{program}: {error}\n")
         raise SystemExit(2) from None
@@ -35,11 +35,12 @@ def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
         raise SystemExit(1) from None
 
 
-def _parse(arguments: type[T]) -> T:
+def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
+    """The arguments that these words give, or the command line's. Raises InputError where they give none."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(arguments)
+            return tyro.cli(arguments, args=words)
     except SystemExit as stop:
         if not stop.code:
             raise
