@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -78,7 +79,7 @@ class Entry:
 
 
 def read_suite(name: str) -> tuple[str, list[Entry]]:
-    """A suite's name and its entries. Raises InputError where the file is missing, damaged or says what nobody reads."""
+    """A suite's name and entries. Raises InputError where the file is missing, damaged or says what nobody reads."""
     path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
     try:
         found = tomllib.loads(path.read_text())
@@ -200,17 +201,22 @@ def train(args: Args) -> None:
 
 
 def execute(sweep: Sweep, args: Args) -> None:
-    """Starts runs as resources allow, until none waits and none runs; Ctrl-C stops those that run, with a checkpoint."""
-    import ray
-
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    """Runs what waits, on Ray, to the end. Ctrl-C and SIGTERM stop what runs, each with a checkpoint."""
     address = os.environ.get("RAY_ADDRESS", "local")  # never one that happens to be there
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == "local":  # a token of its own: nobody else on this machine gets in, and none is left in the home
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    import ray  # which reads these once
+
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as logs:
         embedded = {
             "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
             "_temp_dir": logs,
         }  # fmt: skip
-        ray.init(address, log_to_driver=False, logging_level="error", **(embedded if address == "local" else {}))
+        try:
+            ray.init(address, log_to_driver=False, logging_level="error", **(embedded if address == "local" else {}))
+        except ConnectionError as error:
+            raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         try:
@@ -253,8 +259,13 @@ def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
 
 
 def fill(sweep: Sweep, ray: Any) -> None:
-    """Starts what there is room for now; the rest waits here, where it can be counted."""
+    """Starts what there is room for now; the rest waits here, where it can be counted.
+
+    Raises InputError where a run asks for more than any node has, and RunError where no node is left.
+    """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not alive:
+        raise RunError("Ray has no node left: the same command goes on")
     for job in list(sweep.waiting):
         needs = {"CPU": job.cpus, "GPU": job.gpus, "memory": job.memory * 2**30}
         if not any(all(node.get(key, 0) >= need for key, need in needs.items()) for node in alive):

@@ -103,7 +103,7 @@ def run(job: Job) -> Outcome:
 
 
 def _wait_until_free(lock: Path) -> None:
-    """A run of a sweep that was killed may still be ending; what is still there afterwards, the command itself tells."""
+    """A run of a sweep that was killed may still be ending; the command itself tells of one that does not."""
     give_up = time.monotonic() + SECONDS_UNTIL_FREE
     while lock.exists() and time.monotonic() < give_up:
         with lock.open() as file, contextlib.suppress(BlockingIOError):

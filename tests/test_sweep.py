@@ -1,0 +1,361 @@
+"""bench/sweep.py: a suite's commands, and that killing any part of a sweep changes none of its numbers."""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, final_state, same
+
+from bench import sweep
+from bench.sweep import Args, Sweep, fill, finish, is_done, jobs, read_suite
+from bench.sweep_task import Job, Outcome
+from common.errors import InputError
+
+RUN = """
+[[runs]]
+algo = "sac"
+envs = "Pendulum-v1"
+flags = "--total-steps {steps} --learning-starts 50 --eval-every 500 --eval-episodes 2 --hidden 8 8 --batch-size 16 --checkpoint-every 100"
+seeds = {seeds}
+"""  # noqa: E501
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str, name: str = "mine") -> str:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def commands(path: str, folder: Path = Path("/runs")) -> list[str]:
+    return [shlex.join((*job.command, "--run-dir", str(job.folder))) for job in jobs(*read_suite(path), folder)]
+
+
+class TestSuites:
+    def test_every_algorithm_on_every_task_with_every_seed(self, suite):
+        path = suite("""
+            [[runs]]
+            algo = ["sac", "td3"]
+            envs = ["Hopper-v4", "module:Own-v0"]
+            seeds = 2
+            flags = "--total-steps 1000 --hidden 64 64"
+            [[runs]]
+            algo = "iql"
+            name = "iql-mix"
+            datasets = ["data/a.hdf5", "D4RL/pen/human-v2"]
+            seeds = [7]
+            flags = "--retain mix"
+        """)
+        assert commands(path) == [
+            f"algos/{algo}.py --env {env} --total-steps 1000 --hidden 64 64 --seed {seed} "
+            f"--run-dir /runs/mine/{algo}/{name}/{seed}"
+            for seed in (1, 2)
+            for algo in ("sac", "td3")
+            for env, name in (("Hopper-v4", "Hopper-v4"), ("module:Own-v0", "module_Own-v0"))
+        ] + [
+            f"algos/iql.py --dataset {dataset} --retain mix --seed 7 --run-dir /runs/mine/iql-mix/{name}/7"
+            for dataset, name in (("data/a.hdf5", "a"), ("D4RL/pen/human-v2", "D4RL_pen_human-v2"))
+        ]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("", r"\[\[runs\]\], one or more"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\n[other]\na = 1", "nothing else"),
+            ("[[runs]\n", "mine.toml"),
+            ("[[runs]]\nalgo = 'sac'", "needs algo, envs or datasets"),
+            ("[[runs]]\nenvs = 'Hopper-v4'", "needs algo"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = 0", "seeds"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = [-1]", "below 0"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = '3'", "seeds is '3'"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = [4]", "envs is"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ncpus = 0", "cpus of 1 or more"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ncpus = 1.5", "cpus is 1.5"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = -0.5", "below 0"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflag = ''", "flag: a run has algo, envs"),
+            ("[[runs]]\nalgo = 'sacc'\nenvs = 'Hopper-v4'", "no algos/sacc.py: give one of bc, cql"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--criticcs 2'", "perhaps --critics"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--gamma 2'", "--gamma is 2.0"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--seed=2'", "--seed in flags"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = ['Hopper-v4', 'Hopper-v4']", "two runs would go into"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_anything_runs(self, suite, text: str, said: str):
+        with pytest.raises(InputError, match=said):
+            commands(suite(text))
+
+    def test_unknown_suites_are_told_with_those_that_are_there(self):
+        with pytest.raises(InputError, match=r"give one of .*smoke"):
+            read_suite("smokes")
+
+    @pytest.mark.parametrize("path", sorted(sweep.SUITES.glob("*.toml")), ids=lambda path: path.stem)
+    def test_our_own_suites_are_right(self, path: Path):
+        assert len(commands(path.stem)) == len(set(commands(path.stem))) > 0
+
+    def test_dry_run_prints_commands_that_a_shell_runs_and_starts_nothing(self, suite, tmp_path: Path, capsys):
+        sweep.train(Args(suite(RUN.format(steps=100, seeds=1)), tmp_path / "runs", dry_run=True))
+        line = capsys.readouterr().out
+        assert not (tmp_path / "runs").exists()
+        shell = f"PATH={Path(sys.executable).parent}:$PATH; {line}"
+        assert subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, check=False).returncode == 0
+        assert (tmp_path / "runs/mine/sac/Pendulum-v1/1/DONE").exists()
+
+    def test_a_folder_of_another_command_is_refused(self, tmp_path: Path):
+        job = Job(("algos/sac.py", "--gamma", "0.9"), tmp_path / "1", 1)
+        other = Job(("algos/sac.py", "--gamma", "0.99"), tmp_path / "1", 1)
+        moved = Job(job.command, tmp_path.parent / tmp_path.name / "1", 1)
+        assert not is_done(job)
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / "DONE").touch()
+        (tmp_path / "1.sh").write_text(job.line)
+        assert is_done(job)
+        assert is_done(moved)
+        for different in (other, Job(job.command, job.folder, 1, cpus=2)):
+            with pytest.raises(InputError, match=r"made by another command.*0\.9 --run-dir"):
+                is_done(different)
+
+
+class FakeRay:
+    """As much of Ray as the driver asks: nodes, and what became of a task."""
+
+    class exceptions:
+        RayError = ZeroDivisionError
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self.resources = nodes
+
+    def nodes(self) -> list[dict[str, object]]:
+        return [{"Alive": True, "Resources": resources} for resources in self.resources]
+
+    def remote(self, **options: object) -> Callable[..., "FakeRay"]:
+        return lambda function: self
+
+    def get(self, outcome: Outcome) -> Outcome:
+        return outcome
+
+
+class TestDriver:
+    @pytest.fixture
+    def ray(self, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+        ray = FakeRay({"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0})
+        numbers = itertools.count()
+        ray.remote = lambda **options: lambda f: type("Task", (), {"remote": lambda self, job: next(numbers)})()
+        return ray
+
+    def job(self, folder: Path, seed: int, **needs: float) -> Job:
+        return Job(("algos/sac.py",), folder / str(seed), seed, **needs)
+
+    def test_what_fits_starts_and_does_not_wait_behind_what_does_not(self, ray: FakeRay, tmp_path: Path):
+        needs = [{"cpus": 2}, {"cpus": 2}, {"cpus": 1, "gpus": 0.5}, {"cpus": 1}]
+        sweep = Sweep([self.job(tmp_path, i, **need) for i, need in enumerate(needs)])
+        fill(sweep, ray)
+        assert [job.seed for job in sweep.running.values()] == [0, 2]
+        assert [job.seed for job in sweep.waiting] == [1, 3]
+
+    @pytest.mark.parametrize("needs", [{"cpus": 3}, {"gpus": 1.5}, {"memory": 1.0}])
+    def test_what_fits_nowhere_is_told(self, ray: FakeRay, tmp_path: Path, needs: dict[str, float]):
+        with pytest.raises(InputError, match="no node has that much"):
+            fill(Sweep([self.job(tmp_path, 1, **needs)]), ray)
+
+    def test_a_killed_run_goes_on_three_times(self, ray: FakeRay, tmp_path: Path):
+        sweep = Sweep([self.job(tmp_path, 1)])
+        killed = Outcome(-signal.SIGKILL, "step 100", {})
+        ray.get = lambda reference: killed
+        for _ in range(3):
+            fill(sweep, ray)
+            finish(sweep, next(iter(sweep.running)), ray)
+            assert len(sweep.waiting) == 1
+        fill(sweep, ray)
+        finish(sweep, next(iter(sweep.running)), ray)
+        assert (len(sweep.waiting), len(sweep.failed)) == (0, 1)
+        assert "ended with -9" in sweep.table()
+        assert "| step 100" in sweep.table()
+
+    def test_results_come_back_from_a_node_that_shares_no_files(self, ray: FakeRay, tmp_path: Path):
+        sweep = Sweep([self.job(tmp_path, 1)])
+        fill(sweep, ray)
+        ray.get = lambda reference: Outcome(0, "", {"evaluations.csv": b"step\n", "DONE": b"{}"})
+        finish(sweep, next(iter(sweep.running)), ray)
+        assert (tmp_path / "1" / "evaluations.csv").read_bytes() == b"step\n"
+        assert is_done(sweep.done[0])
+        assert sweep.table() == "1 done, 0 running, 0 waiting, 0 failed"
+
+
+def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
+    alone = Job(("algos/sac.py",), tmp_path, 1, cpus=3).environment
+    assert (alone["OMP_NUM_THREADS"], alone["MKL_NUM_THREADS"], alone["CUDA_VISIBLE_DEVICES"]) == ("3", "3", "")
+    assert "CUDA_VISIBLE_DEVICES" not in Job(("algos/sac.py",), tmp_path, 1, gpus=0.5).environment  # Ray says which
+
+
+def processes(word: str) -> list[psutil.Process]:
+    """Those whose command line has a part that begins so."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(part.startswith(word) for part in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def wait_for(happened: Callable[[], object], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, "did not happen"
+        time.sleep(0.1)
+
+
+def ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def checkpoints(folder: Path) -> int:
+    return len(list(folder.glob("**/checkpoint/state.pt")))
+
+
+def assert_same(sweep: Path, undisturbed: Path) -> None:
+    """Every run's evaluations and final weights, bit for bit."""
+    runs = sorted(path.parent.relative_to(undisturbed) for path in undisturbed.glob("**/DONE"))
+    assert runs
+    assert runs == sorted(path.parent.relative_to(sweep) for path in sweep.glob("**/DONE"))
+    for run in runs:
+        assert (sweep / run / "evaluations.csv").read_bytes() == (undisturbed / run / "evaluations.csv").read_bytes()
+        assert same(final_state(sweep / run), final_state(undisturbed / run))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a killed worker's run ends by Linux's means")
+class TestSweeps:
+    """Real ones, on Ray."""
+
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+        """`python bench/sweep.py` in a process group of its own."""
+        pytest.importorskip("ray", reason="needs Ray: pip install -r requirements.txt")
+        started: list[subprocess.Popen[str]] = []
+
+        def start(suite: str, folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+            line = [sys.executable, str(ROOT / "bench" / "sweep.py"), suite, "--folder", str(folder), *flags]
+            process = subprocess.Popen(
+                line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment,
+                start_new_session=True,
+            )  # fmt: skip
+            started.append(process)
+            return process
+
+        yield start
+        for process in started:
+            process.kill()
+        wait_for(lambda: not processes(str(tmp_path)))
+
+    def test_numbers_are_those_of_the_commands_and_a_failure_is_told(self, start, suite, tmp_path: Path):
+        path = suite(RUN.format(steps=600, seeds=2) + "[[runs]]\nalgo = 'sac'\nname = 'bad'\nenvs = 'Pendulum-v7'\n")
+        for already in (0, 2):  # the same command again takes up what failed, alone
+            process = start(path, tmp_path / "runs", "--cpus", "2")
+            said = process.communicate(timeout=300)[0]
+            assert process.returncode == 1
+            assert re.search(rf"^{already} done, [12] running", said, re.MULTILINE)
+            assert "| sac.py: There is no environment Pendulum-v7" in said
+            assert "2 done, 0 running, 0 waiting, 1 failed" in said
+            assert "1 of 3 runs failed" in said
+        by_hand = jobs(*read_suite(path), tmp_path / "by-hand")
+        for job in (each for each in by_hand if "bad" not in each.label):
+            environment = os.environ | job.environment
+            subprocess.run(job.argv, cwd=ROOT, env=environment, check=True, capture_output=True)
+        assert_same(tmp_path / "runs/mine/sac", tmp_path / "by-hand/mine/sac")
+
+    def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, suite, tmp_path: Path):
+        process = start(suite(RUN.format(steps=100_000, seeds=3)), tmp_path / "runs", "--cpus", "2")
+        wait_for(lambda: checkpoints(tmp_path) == 2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == 130
+        assert "the same command goes on" in said
+        assert "Traceback" not in said
+        wait_for(lambda: all(map(ended, children)))
+        assert not processes(str(tmp_path))
+        for log in (tmp_path / "runs/mine/sac/Pendulum-v1").glob("*.log"):
+            assert "the same command goes on from there" in log.read_text()
+
+    def test_kills_of_a_run_a_worker_and_the_driver_change_nothing(self, start, suite, tmp_path: Path):
+        path = suite(RUN.format(steps=1500, seeds=3))
+        assert start(path, tmp_path / "undisturbed", "--cpus", "2").wait(timeout=300) == 0
+        folder = tmp_path / "runs"
+        process = start(path, folder, "--cpus", "2")
+        wait_for(lambda: checkpoints(folder))
+        victim = processes(str(folder / "mine" / "sac"))[0]
+        victim.kill()
+        wait_for(lambda: ended(victim))
+        wait_for(lambda: checkpoints(folder) == 2 and len(processes(str(folder / "mine" / "sac"))) == 2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        worker = next(child for child in children if "ray::run" in " ".join(child.cmdline()))
+        (its_run,) = worker.children()
+        worker.kill()
+        wait_for(lambda: ended(its_run), 5.0)  # the kernel's doing, at once
+        wait_for(lambda: len(processes(str(folder / "mine" / "sac"))) == 2)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert not (folder / "mine/sac/Pendulum-v1/3/DONE").exists(), "over too soon: make the runs longer"
+        assert start(path, folder, "--cpus", "2").wait(timeout=300) == 0
+        assert_same(folder, tmp_path / "undisturbed")
+
+    def test_a_cluster_shares_the_runs_and_outlives_a_node(self, start, suite, tmp_path: Path):
+        """Two nodes with a CPU each. One is killed in the middle of a run; the other finishes all."""
+        path = suite(RUN.format(steps=1500, seeds=3))
+        temporary = tempfile.mkdtemp(prefix="ray-")  # a socket's path may not be long
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--num-cpus=1", "--disable-usage-stats"]
+        port = free_port()
+        head = [*ray, "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temporary}"]
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-this-test" * 4}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": os.environ | token}
+        nodes = [subprocess.Popen([*head, "--block"], **quiet)]
+        try:
+            wait_for(lambda: listens(port))
+            nodes.append(subprocess.Popen([*ray, f"--address=127.0.0.1:{port}", "--block"], **quiet))
+            folder = tmp_path / "runs"
+            process = start(path, folder, RAY_ADDRESS=f"127.0.0.1:{port}", **token)
+            wait_for(lambda: checkpoints(folder) == 2)
+            on = {node.pid: runs_below(node, folder) for node in nodes}
+            assert all(len(runs) == 1 for runs in on.values()), on  # one on each
+            for part in (*psutil.Process(nodes[1].pid).children(recursive=True), nodes[1]):
+                part.kill()
+            assert process.wait(timeout=300) == 0, process.stdout.read()
+        finally:
+            for node in nodes:
+                for part in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else ():
+                    part.kill()
+                node.kill()
+                node.wait()
+            shutil.rmtree(temporary, ignore_errors=True)
+        assert start(path, tmp_path / "undisturbed", "--cpus", "2").wait(timeout=300) == 0
+        assert_same(folder, tmp_path / "undisturbed")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def runs_below(node: subprocess.Popen[bytes], folder: Path) -> list[int]:
+    """The runs that are processes of this node."""
+    runs = {run.pid for run in processes(str(folder / "mine" / "sac"))}
+    return [child.pid for child in psutil.Process(node.pid).children(recursive=True) if child.pid in runs]
