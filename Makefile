@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report datasets load d4rl d3rlpy binary
+.PHONY: help setup train test lint bench speed report datasets load d4rl d3rlpy binary
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,6 +29,9 @@ lint: setup ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: setup ## the runs of a suite, in parallel (SUITE=smoke; docs/sweeps.md)
+	$(BIN)/python bench/sweep.py $(or $(SUITE),smoke) $(ARGS)
 
 report: setup ## the README's tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
