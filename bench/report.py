@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 from bench.curves import online, published
 from bench.figures import learning_figure, png
 from bench.offline_report import d3rlpy_table, offline_table, online_table, wsrl_table
 from bench.online_report import learning_table
 from bench.page import whole_page
 from bench.rounds import read_rounds
+from common.command_line import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -138,4 +137,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    command_line(main, Args)
