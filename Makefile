@@ -30,7 +30,7 @@ lint: setup ## check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-report: setup ## the README's tables and the figures, from the raw data in results/
+report: setup ## results/report.html, the docs' tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
 
 speed: setup $(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed ## steps/s beside Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql")
