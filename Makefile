@@ -33,7 +33,7 @@ lint: setup ## check format, style and types
 bench: setup ## the runs of a suite, in parallel (SUITE=smoke; docs/sweeps.md)
 	$(BIN)/python bench/sweep.py $(or $(SUITE),smoke) $(ARGS)
 
-report: setup ## the README's tables and the figures, from the raw data in results/
+report: setup ## results/report.html, the docs' tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
 
 speed: setup $(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed ## steps/s beside Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql")

@@ -1,30 +1,81 @@
-"""Keeps what the tables need of a run: config.json, without the folders of this machine, and evaluations.csv.
+"""Keeps what the report needs of runs, and reads it: config.json, without the folders of this machine, and every
+evaluation episode in evaluations.csv.gz.
 
 python bench/keep.py runs/iql__hopper-medium__1 results/offline/iql/hopper-medium/1
+
+A folder of results that holds evaluations.csv itself is brought into the same form by naming it twice.
 """
 
+import csv
+import gzip
 import json
+import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from common.checkpoint import replacing
+from common.errors import InputError
 
 PATHS = ("dataset", "run_dir", "init_from")
+EVALUATIONS = "evaluations.csv.gz"
+
+
+class Kept(NamedTuple):
+    """A run in results/: what learned what with which seed, its config.json, and a row for each evaluation episode."""
+
+    algo: str
+    task: str
+    seed: str
+    config: dict[str, Any]
+    rows: list[dict[str, str]]
 
 
 def keep(run: Path, kept: Path) -> None:
-    """Of a path only the last part stays, of the run's own folder nothing."""
+    """Of a path only the last part stays, of the run's own folder nothing; of metrics.csv how long the run took."""
     config = json.loads((run / "config.json").read_text())
     arguments = config["arguments"]
     arguments |= {name: Path(arguments[name]).name for name in PATHS if arguments.get(name)}
     arguments.pop("run_dir", None)
+    if (run / "metrics.csv").exists():
+        config["time"] = time_taken(run / "metrics.csv", -arguments.get("offline_steps", 0))
     kept.mkdir(parents=True, exist_ok=True)
     for name, data in (
         ("config.json", (json.dumps(config, indent=2) + "\n").encode()),
-        ("evaluations.csv", (run / "evaluations.csv").read_bytes()),
+        (EVALUATIONS, gzip.compress((run / "evaluations.csv").read_bytes(), mtime=0)),
     ):
         with replacing(kept / name) as file:
             file.write(data)
+    if run.resolve() == kept.resolve():
+        (run / "evaluations.csv").unlink()
+
+
+def time_taken(metrics: Path, first_step: int) -> dict[str, float]:
+    """Wall-clock seconds, evaluations included, and the median of the steps per second, both of the log's intervals:
+    what a run did again after it was killed is not in the log, and not here.
+    """
+    seconds, rates, before = 0.0, [], first_step
+    with metrics.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["name"] == "time/steps_per_second":
+                step, rate = int(row["step"]), float(row["value"])
+                seconds, before = seconds + (step - before) / rate, step
+                rates.append(rate)
+    return {"seconds": round(seconds, 1), "steps_per_second": round(statistics.median(rates), 1)} if rates else {}
+
+
+def kept_runs(folder: Path) -> Iterator[Kept]:
+    """All of folder/<algorithm>/<environment or dataset>/<seed>/, in order. Raises InputError for one that `keep` did
+    not write, so that no run is left out without a word.
+    """
+    for config in sorted(folder.glob("*/*/*/config.json")):
+        if not (config.parent / EVALUATIONS).exists():
+            where = config.parent
+            raise InputError(f"{where} has no {EVALUATIONS}: python bench/keep.py {where} {where}")
+        with gzip.open(config.parent / EVALUATIONS, "rt", newline="") as file:
+            algo, task, seed = config.parts[-4:-1]
+            yield Kept(algo, task, seed, json.loads(config.read_text()), list(csv.DictReader(file)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The tables of README and docs and the figures in results/, from the raw data there and nothing else.
+"""The tables of README and docs, the figures in results/ and the page results/report.html, from the raw data there and
+nothing else.
 
 python bench/report.py            # rewrites them
 python bench/report.py --check    # ends with 1 where they are not what the data says
@@ -8,26 +9,21 @@ import csv
 import json
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import matplotlib as mpl
-import numpy as np
-import tyro
-
-from bench.offline_report import d3rlpy_table, interquartile_mean, offline_table, online_table, wsrl_table
+from bench.curves import online, published
+from bench.figures import learning_figure, png
+from bench.offline_report import d3rlpy_table, offline_table, online_table, wsrl_table
+from bench.online_report import learning_table
+from bench.page import whole_page
 from bench.rounds import read_rounds
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+from common.command_line import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-STEPS = (100_000, 300_000, 1_000_000)
-Curve = dict[int, float]  # mean return of an evaluation's episodes, by step
 
 
 @dataclass(frozen=True)
@@ -36,92 +32,6 @@ class Args:
 
     check: bool = False
     """Only compare."""
-
-
-def our_curves() -> dict[tuple[str, str], dict[str, Curve]]:
-    """(algorithm, environment) to seed to curve, from `results/<algorithm>/<environment>/<seed>/evaluations.csv`."""
-    curves: dict[tuple[str, str], dict[str, Curve]] = defaultdict(dict)
-    for path in sorted(RESULTS.glob("*/*/*/evaluations.csv")):
-        algo, env, seed = path.parts[-4:-1]
-        episodes: dict[int, list[float]] = defaultdict(list)
-        for row in csv.DictReader(path.open()):
-            episodes[int(row["step"])].append(float(row["return"]))
-        curves[algo, env][seed] = {step: statistics.mean(returns) for step, returns in episodes.items()}
-    return curves
-
-
-def published_curves() -> dict[tuple[str, str], dict[str, Curve]]:
-    """The same of `results/published.csv`."""
-    curves: dict[tuple[str, str], dict[str, Curve]] = defaultdict(lambda: defaultdict(dict))
-    for row in csv.DictReader((RESULTS / "published.csv").open()):
-        curves[row["algo"], row["env"]][row["seed"]][int(row["step"])] = float(row["return"])
-    return curves
-
-
-def at(curve: Curve, step: int) -> float | None:
-    """Return at `step`, linear between two evaluations; None outside of the curve."""
-    below, above = [s for s in curve if s <= step], [s for s in curve if s >= step]
-    if not below or not above:
-        return None
-    a, b = max(below), min(above)
-    return curve[a] if a == b else curve[a] + (curve[b] - curve[a]) * (step - a) / (b - a)
-
-
-def spread(seeds: dict[str, Curve], step: int) -> str:
-    """Mean ± standard deviation over the seeds that got there, and how many those are."""
-    there = {seed: value for seed, curve in seeds.items() if (value := at(curve, step)) is not None}
-    if not there:
-        return "not run"
-    deviation = f" ± {statistics.stdev(there.values()):,.0f}" if len(there) > 1 else ""
-    return f"{statistics.mean(there.values()):,.0f}{deviation} ({number_of(there)})"
-
-
-def interquartile(seeds: dict[str, Curve], step: int, resamples: int = 20_000) -> str:
-    """Interquartile mean and its 95 % percentile bootstrap interval over the seeds that got there, of four or more.
-
-    Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice".
-    """
-    there = np.array([value for curve in seeds.values() if (value := at(curve, step)) is not None])
-    if len(there) < 4:
-        return ""
-    drawn = np.random.default_rng(0).choice(there, (resamples, len(there)))
-    low, high = np.percentile(interquartile_mean(drawn), [2.5, 97.5])
-    return f"{interquartile_mean(there):,.0f} ({low:,.0f} to {high:,.0f})"
-
-
-def number_of(seeds: Iterable[str]) -> int:
-    """How many seeds these are; one called mean10 is the mean of ten, of which no more was published."""
-    return sum(int(seed.removeprefix("mean")) if seed.startswith("mean") else 1 for seed in seeds)
-
-
-def learning_table() -> str:
-    """Return at equal steps, ours beside the published."""
-    lines = ["| | steps | onramp | interquartile mean | published |", "|---|---|---|---|---|"]
-    published = published_curves()
-    for (algo, env), seeds in our_curves().items():
-        for step in STEPS:
-            row = f"{spread(seeds, step)} | {interquartile(seeds, step)} | {spread(published[algo, env], step)}"
-            lines.append(f"| {algo.upper()}, {env} | {step:,} | {row} |")
-    return "\n".join(lines)
-
-
-def draw(algo: str, env: str, path: Path) -> None:
-    """Every seed's curve, over the range and the mean of the published ones."""
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    published, ours = published_curves()[algo, env], our_curves()[algo, env]
-    last = max(max(curve) for curve in ours.values())
-    grid = [step for step in sorted(next(iter(published.values()))) if step <= last]
-    columns = [[value for c in published.values() if (value := at(c, step)) is not None] for step in grid]
-    axes.fill_between(grid, [min(c) for c in columns], [max(c) for c in columns], color="0.9")
-    axes.plot(
-        grid, [statistics.mean(c) for c in columns], color="0.5", label=f"published, {number_of(published)} seeds"
-    )
-    for seed, curve in ours.items():
-        axes.plot(list(curve), list(curve.values()), linewidth=1.2, label=f"onramp, seed {seed}")
-    axes.set(xlabel="environment steps", ylabel="return (deterministic)", title=f"{algo.upper()}, {env}")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
 
 
 def speeds(peer: str) -> Iterator[tuple[dict[str, str], dict[str, float], dict[str, float]]]:
@@ -221,9 +131,10 @@ def main(args: Args) -> None:
             page.write_text(made)
     if args.check:
         return
-    for algo, env in our_curves():
-        draw(algo, env, RESULTS / algo / f"{env}.png")
+    for (algo, env), seeds in online().items():
+        png(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), RESULTS / algo / f"{env}.png")
+    (RESULTS / "report.html").write_text(whole_page())
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    command_line(main, Args)

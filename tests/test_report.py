@@ -1,5 +1,6 @@
 """The README's tables come from the raw data, and are what the data says."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from bench import offline_report, report
+from bench import curves, offline_report, online_report, report
 from bench.alternate import Slice
-from bench.keep import keep
+from bench.keep import keep, kept_runs, time_taken
 from bench.rounds import write_rounds
+from common.errors import InputError
 
 
 @pytest.mark.parametrize("page", report.TABLES)
@@ -24,28 +26,29 @@ def test_pages_are_what_results_say(page):
 def test_interpolation():
     curve = {0: 1.0, 10: 5.0, 40: -1.0}
     for step in (0, 3, 10, 25, 40):
-        assert report.at(curve, step) == pytest.approx(np.interp(step, list(curve), list(curve.values())))
-    assert report.at(curve, 41) is None
+        assert curves.at(curve, step) == pytest.approx(np.interp(step, list(curve), list(curve.values())))
+    assert curves.at(curve, 41) is None
+
+
+def test_only_steps_that_all_seeds_have_are_put_together():
+    steps, values = curves.aligned({"1": {0: 1.0, 5: 2.0, 10: 3.0}, "2": {5: 5.0, 0: 4.0, 7: 9.0}})
+    assert steps == [0, 5]
+    assert values.tolist() == [[1.0, 2.0], [4.0, 5.0]]
+    assert curves.aligned({"1": {0: 1.0, 5: 2.0}}, 4)[0] == [0]
 
 
 def test_spread_counts_the_seeds_that_got_there():
     seeds = {"1": {0: 0.0, 10: 10.0}, "2": {0: 0.0, 10: 20.0, 20: 7.0}}
-    assert report.spread(seeds, 10) == "15 ± 7 (2)"
-    assert report.spread(seeds, 20) == "7 (1)"
-    assert report.spread(seeds, 30) == "not run"
+    assert online_report.spread(seeds, 10) == "15 ± 7 (2)"
+    assert online_report.spread(seeds, 20) == "7 (1)"
+    assert online_report.spread(seeds, 30) == "not run"
 
 
-def test_interquartile_mean_is_scipys_trimmed_mean_and_needs_four_seeds():
-    """scipy.stats.trim_mean(values, 0.25), which rliable uses, of the numbers below: 4, 4.5, 4."""
-    for values, expected in (([9, 1, 5, 3], 4.0), ([1, 100, 3, 4, 5, 6, -50, 7], 4.5), ([2, 30, 5, 5, -7], 4.0)):
-        assert report.interquartile_mean(np.array(values, float)) == pytest.approx(expected)
-    seeds = {str(i): {0: 0.0, 10: float(i)} for i in range(5)}
-    shown = report.interquartile(seeds, 10)
-    assert shown.startswith("2 (")
-    low, high = (float(part) for part in shown[3:-1].split(" to "))
-    assert 0 <= low < 2 < high <= 4
-    assert report.interquartile({k: seeds[k] for k in "012"}, 10) == ""
-    assert report.interquartile({key: {0: 3.0, 10: 3.0} for key in "abcde"}, 10) == "3 (3 to 3)"
+def test_interquartile_mean_needs_four_seeds_that_got_there():
+    seeds = {str(i): {0: 0.0, 10: 3.0} for i in range(4)}
+    assert online_report.interquartile(seeds, 10) == "3 (3 to 3)"
+    seeds["3"] = {0: 0.0, 9: 3.0}
+    assert online_report.interquartile(seeds, 10) == ""
 
 
 def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -81,7 +84,7 @@ class TestFromDatasets:
 
     @pytest.fixture
     def results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-        monkeypatch.setattr(offline_report, "RESULTS", tmp_path)
+        monkeypatch.setattr(curves, "RESULTS", tmp_path)
         (tmp_path / "datasets").mkdir()
         for name in ("a", "b"):
             facts = {"environment": "Hopper-v4", "score": 31.0}
@@ -99,6 +102,7 @@ class TestFromDatasets:
                     solved = "" if env == "Hopper-v4" else int(of > 50)
                     lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,{solved},")
             path.write_text("\n".join(lines) + "\n")
+            keep(path.parent, path.parent)
 
         return add
 
@@ -123,15 +127,9 @@ class TestFromDatasets:
         for seed, score in ((1, 20.0), (2, 30.0)):
             results("offline", "d3rlpy-iql", "a", seed, s0=score)
         early, late, cql, _ = offline_report.d3rlpy_table().splitlines()[2:]
-        assert late == "| IQL | 100,000 | 1, 2 | 45.0 (40.0 to 50.0) | 25.0 (20.0 to 30.0) |"
+        assert late == "| IQL | 100,000 | 1, 2 | 45.0 | 25.0 |"
         assert early == "| IQL | 30,000 | not run |  |  |"
         assert cql == "| CQL | 30,000 | not run |  |  |"
-
-    def test_bootstrap_is_within_each_dataset(self):
-        """A dataset whose seeds agree adds nothing to the interval, however far it is from the others."""
-        assert offline_report.over_datasets([[10.0] * 4, [90.0] * 4]) == (50.0, 50.0, 50.0)
-        middle, low, high = offline_report.over_datasets([[0.0, 10.0], [50.0, 60.0]])
-        assert (middle, low, high) == (30.0, 25.0, 35.0)  # without the lowest and the highest
 
     def test_online_scores_and_regret(self, results: Callable[..., None]):
         results("online", "cql-mix", "a", 1, s0=20.0, s1=10.0, s5=40.0, s10=70.0)
@@ -158,9 +156,40 @@ def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     (tmp_path / "run").mkdir()
     arguments = {"dataset": "/somewhere/data/a.hdf5", "run_dir": str(tmp_path), "init_from": "/runs/b", "gamma": 0.9}
     (tmp_path / "run" / "config.json").write_text(json.dumps({"algo": "iql", "arguments": arguments, "commit": "c"}))
-    (tmp_path / "run" / "evaluations.csv").write_text("step\n0\n")
-    keep(tmp_path / "run", tmp_path / "kept" / "1")
-    assert json.loads((tmp_path / "kept" / "1" / "config.json").read_text()) == {
-        "algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b", "gamma": 0.9}, "commit": "c",
-    }  # fmt: skip
-    assert (tmp_path / "kept" / "1" / "evaluations.csv").read_text() == "step\n0\n"
+    (tmp_path / "run" / "evaluations.csv").write_text("step,return\n0,1.5\n")
+    keep(tmp_path / "run", tmp_path / "iql" / "a" / "1")
+    (run,) = kept_runs(tmp_path)
+    assert run == (
+        "iql", "a", "1",
+        {"algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b", "gamma": 0.9}, "commit": "c"},
+        [{"step": "0", "return": "1.5"}],
+    )  # fmt: skip
+
+
+def test_what_was_not_kept_is_refused_and_can_be_kept_where_it_is(tmp_path: Path):
+    folder = tmp_path / "iql" / "a" / "1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"arguments": {}}')
+    (folder / "evaluations.csv").write_text("step,return\n0,1.5\n")
+    with pytest.raises(InputError, match="has no evaluations"):
+        list(kept_runs(tmp_path))
+    keep(folder, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "evaluations.csv.gz"]
+    first = (folder / "evaluations.csv.gz").read_bytes()
+    assert gzip.decompress(first) == b"step,return\n0,1.5\n"
+    assert first[4:8] == bytes(4)  # no time of writing (RFC 1952): the same rows are the same bytes
+
+
+def test_time_taken_is_of_the_logs_intervals(tmp_path: Path):
+    """From step -200: 100 steps at 10 a second, 100 at 50, and 300 at 100."""
+    rows = ["step,name,value", "-200,eval/return,1.0"]
+    rows += [f"{step},time/steps_per_second,{rate}" for step, rate in ((-100, 10.0), (0, 50.0), (300, 100.0))]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    assert time_taken(tmp_path / "metrics.csv", -200) == {"seconds": 10 + 2 + 3, "steps_per_second": 50.0}
+
+
+def test_results_hold_no_run_in_another_form():
+    """`make report` would leave out what `bench/keep.py` did not write."""
+    folders = {path.parent for path in (ROOT / "results").rglob("config.json")}
+    assert folders == {path.parent for path in (ROOT / "results").rglob("evaluations.csv*")} != set()
+    assert not list((ROOT / "results").rglob("evaluations.csv"))
