@@ -126,13 +126,13 @@ class Contender:
 
     def run_slice(self, round_: int, seconds: float) -> Slice:
         """One slice, measured from standstill to standstill: nothing is done outside the time it is charged for."""
-        steps, cpu, machine = self.steps(), self._cpu_seconds(), _busy_seconds()
+        steps, cpu, machine = self.steps(), self.cpu_seconds(), _busy_seconds()
         start = time.perf_counter()
         self.resume()
         time.sleep(seconds)
         self.stop()
         wall = time.perf_counter() - start
-        own = self._cpu_seconds() - cpu
+        own = self.cpu_seconds() - cpu
         others = max(_busy_seconds() - machine - own, 0.0)
         return Slice(round_, self.name, self.steps() - steps, wall, own / wall, others / wall)
 
@@ -140,7 +140,8 @@ class Contender:
         """Threads of all its processes, sleeping ones included."""
         return sum(member.num_threads() for member in self.members())
 
-    def _cpu_seconds(self) -> float:
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
         return sum(times.user + times.system for times in (member.cpu_times() for member in self.members()))
 
 
