@@ -12,7 +12,7 @@ ALGORITHMS = {
     "bc": "BC", "td3_bc": "TD3+BC", "iql": "IQL", "d3rlpy-iql": "d3rlpy's IQL", "cql": "CQL",
     "d3rlpy-cql": "d3rlpy's CQL",
 }  # fmt: skip
-UPDATES = (30_000, 100_000)  # after which the tables show the scores
+UPDATES = (20_000, 100_000)  # after which the tables show the scores
 
 
 def spread(values: list[float]) -> str:

@@ -32,12 +32,16 @@ from bench.online_report import learning_table
 
 FOLDERS = ("", "offline", "online", "wsrl", "ablations")
 ONLINE = {"sac": "SAC", "td3": "TD3", "ppo": "PPO"}
-# What the comparisons call for: online as published, elsewhere the fewest seeds that an interval is given of.
 ENVIRONMENTS = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Humanoid-v4")
 DATASETS = tuple(
     f"{name}-{kind}" for name in ("halfcheetah", "hopper", "walker2d") for kind in ("medium", "medium-replay")
 )
-SWITCHES = {"iql-append": "IQL, the data kept", "cql-mix": "Cal-QL, half of each batch data", "expo-mix": "EXPO"}
+RETAINED = {"none": "data dropped", "append": "data kept", "mix": "half of each batch data"}
+SWITCHES = {
+    f"{algo}-{retain}": f"{name}, {how}"
+    for algo, name in (("iql", "IQL"), ("cql", "CQL"), ("calql", "Cal-QL"))
+    for retain, how in RETAINED.items()
+}
 
 
 def whole_page() -> str:
@@ -182,12 +186,12 @@ def missing_list() -> str:
     plans = (
         ("Online", ONLINE, online(), ENVIRONMENTS, 10, STEPS[-1]),
         ("Offline", ALGORITHMS, by_updates(), DATASETS, ENOUGH, UPDATES[-1]),
-        ("From offline to online", SWITCHES, scores("online"), DATASETS, ENOUGH, 1),
-        ("WSRL's comparison", VARIANTS, scores("wsrl"), DATASETS, ENOUGH, 1),
+        ("From offline to online", SWITCHES, scores("online"), ("hopper-medium",), 2, 50_000),
+        ("WSRL's comparison", VARIANTS, scores("wsrl"), ("pen-binary", "hopper-medium", "maze2d-medium"), 3, 40_000),
     )
     lines = []
     for kind, names, found, tasks, wanted, steps in plans:
-        asked = f"{wanted} seeds on each of {', '.join(tasks)}" + (f", to {steps:,}" if steps > 1 else "")
+        asked = f"{wanted} seeds on each of {', '.join(tasks)}, to {steps:,}"
         lines.append(f"<h3>{kind}</h3>\n<p>Called for: {asked}.</p>\n<ul>")
         for algo, name in names.items():
             text = missing({task: found.get((algo, task), {}) for task in tasks}, wanted, steps)

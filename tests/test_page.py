@@ -138,7 +138,7 @@ def test_what_has_not_been_run_is_said(made: str):
     assert "PPO: Hopper-v4: 0 of 10 seeds (1 more, to 300,000 at most); not run" in said
     assert "TD3: not run." in said
     assert "IQL: hopper-medium: 1 of 4 seeds; not run: halfcheetah-medium," in said
-    assert "Cal-QL, half of each batch data: hopper-medium: 1 of 4 seeds; not run" in said
+    assert "CQL, half of each batch data: hopper-medium: 0 of 2 seeds (1 more, to 9 at most)." in said
     assert "pessimism kept: not run." in said
     seeds = {seed: {0: 0.0, 9: float(seed)} for seed in "1234"}
     assert page.missing({"a": seeds}, 4, 9) == "complete"
@@ -149,9 +149,7 @@ def test_switch_is_on_the_page_with_its_curve(made: str):
     """Returns of Hopper-v4: 1000 scores 31.35, 2000 scores 62.07; one evaluation behind the switch."""
     row = next(row for row in re.findall(r"<tr>.*?</tr>", made) if "cql-mix, hopper-medium" in row)
     assert re.findall(r">([^<]+)</t[dh]>", row) == ["cql-mix, hopper-medium", "9", "31.3 (1)", "62.1 (1)", "0.38"]
-    assert (
-        'alt="Score on hopper-medium before and behind the switch: Cal-QL, half of each batch data ends at 62.1' in made
-    )
+    assert 'alt="Score on hopper-medium before and behind the switch: CQL, half of each batch data ends at 62.1' in made
 
 
 def test_online_unit_is_the_published_return_at_a_million_steps():

@@ -107,12 +107,12 @@ class TestFromDatasets:
         return add
 
     def test_offline_scores_are_those_after_so_many_updates(self, results: Callable[..., None]):
-        results("offline", "iql", "a", 1, m70000=70.0, s0=40.0)
+        results("offline", "iql", "a", 1, m80000=70.0, s0=40.0)
         results("offline", "iql", "a", 2, s0=60.0)
         results("offline", "iql", "a", 3, m5=99.0)  # not there yet
         results("offline", "d3rlpy-iql", "a", 1, s0=30.0)
         early, late = (line.split(" | ") for line in offline_report.offline_table().splitlines()[2:])
-        assert early[:3] == ["| a", "30,000", "31.0"]
+        assert early[:3] == ["| a", "20,000", "31.0"]
         assert late[:3] == ["| a", "100,000", "31.0"]
         column = {name: 3 + i for i, name in enumerate(offline_report.ALGORITHMS)}
         assert early[column["iql"]] == "70.0 (1)"
@@ -128,8 +128,8 @@ class TestFromDatasets:
             results("offline", "d3rlpy-iql", "a", seed, s0=score)
         early, late, cql, _ = offline_report.d3rlpy_table().splitlines()[2:]
         assert late == "| IQL | 100,000 | 1, 2 | 45.0 | 25.0 |"
-        assert early == "| IQL | 30,000 | not run |  |  |"
-        assert cql == "| CQL | 30,000 | not run |  |  |"
+        assert early == "| IQL | 20,000 | not run |  |  |"
+        assert cql == "| CQL | 20,000 | not run |  |  |"
 
     def test_online_scores_and_regret(self, results: Callable[..., None]):
         results("online", "cql-mix", "a", 1, s0=20.0, s1=10.0, s5=40.0, s10=70.0)
