@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint speed report datasets load d4rl d3rlpy binary
+.PHONY: help setup train test lint speed report datasets load d4rl d3rlpy binary compare video play
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +30,15 @@ lint: setup ## check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+compare: setup ## how many more seeds to say that A beats B (SUITE=online-1m ARGS="--names sac td3" runs them)
+	$(BIN)/python bench/compare.py $(if $(SUITE),--suite $(SUITE)) $(ARGS)
+
+video: setup $(VENV)/video ## an mp4 of a trained policy, without a display too (RUN=runs/sac__Hopper-v4__1)
+	$(BIN)/python bench/video.py $(RUN) $(ARGS)
+
+play: setup ## a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
+	$(BIN)/python bench/video.py $(RUN) --play $(ARGS)
+
 report: setup ## the README's tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
 
@@ -50,6 +59,10 @@ binary: setup ## the Adroit binary tasks' datasets (bench/adroit_binary.py says 
 
 d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
 	$(BIN)/python bench/compare_d4rl.py $(ARGS)
+
+$(VENV)/video: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[video]'
+	@touch $@
 
 $(VENV)-d4rl/installed: bench/d4rl-requirements.txt
 	$(PYTHON) -m venv $(VENV)-d4rl
