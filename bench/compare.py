@@ -3,14 +3,16 @@
     python bench/compare.py results --names sac td3 --tasks Hopper-v4         # what the runs that are there decide
     make compare SUITE=online-1m ARGS="--names sac td3 --tasks Hopper-v4"     # runs more seeds until it is decided
 
-Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv. Seeds 1 to N are the first interim's, N + 1 to 2N
-the second's, and so on: no seed is chosen by its score. docs/compare.md says what is guaranteed, and what is not.
+Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. Seeds 1 to N are the first interim's, N + 1
+to 2N the second's, and so on: no seed is chosen by its score. docs/compare.md says what is guaranteed, and what is not.
 """
 
 import csv
 import dataclasses
+import gzip
 import itertools
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from common.command_line import command_line
 from common.errors import InputError, RunError
 
 Run = tuple[str, str, int]  # name, task, seed
+EVALUATIONS = "evaluations.csv*"  # a run's own, or as bench/keep.py keeps it
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,14 @@ def compare(args: Args) -> Comparison:
 
 def _what(args: Args) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names and tasks, of the folder unless given."""
-    names = args.names or tuple(sorted({path.parent.parent.parent.name for path in args.folder.glob("*/*/*/*.csv")}))
+    names = args.names or tuple(
+        sorted({path.parent.parent.parent.name for path in args.folder.glob(f"*/*/*/{EVALUATIONS}")})
+    )
     if len(set(names)) < 2 or len(set(names)) < len(names) or (args.against and args.against not in names):
         raise InputError(
             f"--names are {', '.join(names) or 'none'} in {args.folder}: give two or more, and --against one of them"
         )
-    there = [{path.parent.parent.name for path in (args.folder / name).glob("*/*/evaluations.csv")} for name in names]
+    there = [{path.parent.parent.name for path in (args.folder / name).glob(f"*/*/{EVALUATIONS}")} for name in names]
     tasks = args.tasks or tuple(sorted(set.intersection(*there)))
     if not tasks:
         raise InputError(f"{args.folder} holds no task that {', '.join(names)} all have: give --tasks")
@@ -106,7 +111,7 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
     """
     curves = {}
     for name in names:
-        for path in (args.folder / name / task).glob("*/evaluations.csv"):
+        for path in (args.folder / name / task).glob(f"*/{EVALUATIONS}"):
             unfinished = (path.parent / "checkpoint").exists() and not (path.parent / "DONE").exists()
             if path.parent.name.isdecimal() and not unfinished:
                 curves[name, task, int(path.parent.name)] = read_curve(path, args.column)
@@ -125,10 +130,10 @@ def read_curve(path: Path, column: str) -> dict[int, float]:
     """Step to the mean over the evaluation's episodes. Raises InputError where the file does not give that."""
     episodes: dict[int, list[float]] = defaultdict(list)
     try:
-        with path.open(newline="") as file:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
             for row in csv.DictReader(file):
                 episodes[int(row["step"])].append(float(row[column]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} does not give {column} as numbers by step ({error}): try another --column") from None
     curve = {step: float(np.mean(values)) for step, values in episodes.items()}
     if not curve or not np.isfinite(list(curve.values())).all():

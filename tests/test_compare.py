@@ -1,5 +1,6 @@
 """bench/compare.py on made-up run folders: what it reads, which seeds it asks for, and when it stops."""
 
+import gzip
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -137,6 +138,20 @@ def test_damaged_evaluations(tmp_path: Path, text: str):
     (tmp_path / "evaluations.csv").write_text(text)
     with pytest.raises(InputError, match=r"evaluations\.csv"):
         read_curve(tmp_path / "evaluations.csv", "return")
+
+
+def test_runs_as_they_are_kept(tmp_path: Path):
+    for name in "ab":
+        write(tmp_path / name / "T" / "1", {0: [1.0], 10: [4.0, 6.0]})
+        path = tmp_path / name / "T" / "1" / "evaluations.csv"
+        path.with_suffix(".csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert compare.compare(Args(tmp_path)).scores == {("a", "T", 1): 5.0, ("b", "T", 1): 5.0}
+    whole = path.with_suffix(".csv.gz").read_bytes()
+    for damaged in (whole[:30], b"text", whole[:15] + b"xxxx" + whole[19:]):
+        path.with_suffix(".csv.gz").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"evaluations\.csv\.gz"):
+            compare.compare(Args(tmp_path))
 
 
 @pytest.fixture
