@@ -4,7 +4,7 @@
     make compare SUITE=online-1m ARGS="--names sac td3 --tasks Hopper-v4"     # runs more seeds until it is decided
 
 Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. Seeds 1 to N are the first interim's, N +
-1 to 2N the second's, and so on: no seed is chosen by its score. docs/compare.md says what is guaranteed, and what is not.
+1 to 2N the second's, and so on: no seed is chosen by its score. docs/compare.md says what is guaranteed and what not.
 """
 
 import csv
