@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench speed report datasets load d4rl d3rlpy binary
+.PHONY: help setup train test lint bench compare report video play speed load datasets binary d4rl d3rlpy
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,6 +33,15 @@ lint: setup ## check format, style and types
 bench: setup ## the runs of a suite, in parallel (SUITE=smoke; docs/sweeps.md)
 	$(BIN)/python bench/sweep.py $(or $(SUITE),smoke) $(ARGS)
 
+compare: setup ## how many more seeds to say that A beats B (SUITE=online-1m ARGS="--names sac td3" runs them)
+	$(BIN)/python bench/compare.py $(if $(SUITE),--suite $(SUITE)) $(ARGS)
+
+video: setup $(VENV)/video ## an mp4 of a trained policy, without a display too (RUN=runs/sac__Hopper-v4__1)
+	$(BIN)/python bench/video.py $(RUN) $(ARGS)
+
+play: setup ## a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
+	$(BIN)/python bench/video.py $(RUN) --play $(ARGS)
+
 report: setup ## results/report.html, the docs' tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
 
@@ -53,6 +62,10 @@ binary: setup ## the Adroit binary tasks' datasets (bench/adroit_binary.py says 
 
 d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
 	$(BIN)/python bench/compare_d4rl.py $(ARGS)
+
+$(VENV)/video: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[video]'
+	@touch $@
 
 $(VENV)-d4rl/installed: bench/d4rl-requirements.txt
 	$(PYTHON) -m venv $(VENV)-d4rl

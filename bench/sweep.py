@@ -205,8 +205,9 @@ def execute(sweep: Sweep, args: Args) -> None:
     address = os.environ.get("RAY_ADDRESS", "local")  # never one that happens to be there
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == "local":  # a token of its own: nobody else on this machine gets in, and none is left in the home
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    import ray  # which reads these once
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # which Ray reads once
+    import ray
 
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as logs:
         embedded = {

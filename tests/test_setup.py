@@ -38,6 +38,15 @@ def test_speed_installs_only_those_it_runs_beside(folder: Path, arguments: str, 
     assert {name for name in ("peers", "d3rlpy") if f"-r bench/{name}-requirements.txt" in said} == {peers}
 
 
+def test_video_installs_what_it_needs_once(folder: Path):
+    assert "-e '.[video]'" in make(folder, "--dry-run", "video", "RUN=runs/x").stdout
+    (folder / ".venv" / "video").touch()
+    said = make(folder, "--dry-run", "video", "RUN=runs/x", "ARGS=--episodes 2").stdout
+    assert "pip install" not in said
+    assert "bench/video.py runs/x --episodes 2" in said
+    assert "bench/video.py runs/x --play" in make(folder, "--dry-run", "play", "RUN=runs/x").stdout
+
+
 def test_another_python_is_refused_with_the_cure(folder: Path):
     (folder / ".venv" / "installed").unlink()
     (folder / "python").write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.1' || exit 1\n")
@@ -50,7 +59,7 @@ def test_another_python_is_refused_with_the_cure(folder: Path):
 
 def test_help_lists_every_target(folder: Path):
     said = make(folder, "help").stdout
-    for target in ("help", "setup", "train", "test", "lint", "speed", "report"):
+    for target in ("help", "setup", "train", "test", "lint", "speed", "report", "compare", "video", "play"):
         assert f"make {target} " in said
 
 

@@ -1,0 +1,156 @@
+"""AdaStop: how many seeds tell algorithms apart, by permutation tests at several interims with one error rate.
+
+Source: Mathieu et al. 2023, "AdaStop: adaptive statistical testing for sound comparisons of Deep RL agents". Two things
+differ, and docs/compare.md says by how much:
+- Several comparisons are held together by Holm's step-down (1979) over separate tests, not by the greatest difference
+  of all: that is proved for any scores, and an algorithm with a wide spread hides no other's difference.
+- Level that an interim cannot spend, because too many divisions differ equally, is lost, not carried on: the proof
+  needs it.
+The authors' package is not used: adastop 0.1.3 sets its boundaries by signed differences and holds absolute ones
+against them, so that it errs twice as often as it is told to.
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import InputError
+
+Scores = NDArray[np.float64]  # [tasks, seeds]
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Design:
+    """Fixed before the first score is seen. Raises InputError where it makes no sense, or could never decide."""
+
+    seeds: int = 5
+    """N, new seeds of each algorithm at every interim."""
+    interims: int = 5
+    """K, how often the scores are looked at, at most."""
+    alpha: float = 0.05
+    """The chance, at most, that any two equal algorithms are called different, over all interims and comparisons."""
+    permutations: int = 10_000
+    """B, random ones, where all are more than that."""
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or self.interims < 1 or self.permutations < 1 or not 0 < self.alpha < 1:
+            raise InputError(f"{self}: seeds, interims and permutations are at least 1, alpha is between 0 and 1")
+
+    def at_most(self, permutations: int, comparisons: int) -> int:
+        """So many permutations may cross an interim's boundary where so many comparisons are undecided."""
+        return int(self.alpha / self.interims / comparisons * permutations + 1e-9)
+
+
+class Found(NamedTuple):
+    """What the interims so far decided."""
+
+    better: dict[Pair, str]
+    """The better one of each pair that differs."""
+    undecided: list[Pair]
+    interims: int
+    """How many there were."""
+
+
+def decide(scores: Mapping[str, Scores], pairs: Sequence[Pair], design: Design) -> Found:
+    """Goes through the interims, N more seeds each, until all pairs are decided, the next N are missing, or K are done.
+
+    `scores`: of each name [tasks, seeds], the seeds in their order; a name whose pairs are all decided needs no more.
+    Several tasks are one comparison: scores are divided by their deviation within the task at the first interim, and
+    permuted within the task. The result is a function of these arguments. Raises InputError where the design can decide
+    none of so many pairs, whatever the scores.
+
+    A permutation divides the 2N scores of a pair anew, at each interim and on each task; its statistic at interim k is
+    the absolute difference of the two sums so far. The pair's boundary at interim k is the smallest that at most α/(KC)
+    of all permutations cross there without having crossed before, C pairs being undecided. A pair whose division as it
+    was seen crosses is decided, C is less, and boundaries are set anew, until none does.
+    """
+    undecided, better, done = list(pairs), dict[Pair, str](), 0
+    scores = _standardized(scores, sorted({name for pair in pairs for name in pair}), design.seeds)
+    first = np.stack([values[:, : design.seeds] for values in scores.values()])  # [names, tasks, N]
+    differences: dict[Pair, NDArray[np.float64]] = dict.fromkeys(pairs, np.zeros(1))
+    crossed: dict[Pair, NDArray[np.bool_]] = dict.fromkeys(pairs, np.zeros(1, bool))
+    for signs in divisions(design, first.shape[1], zlib.crc32(first.tobytes())):
+        if design.at_most(len(signs), len(pairs)) < 2:  # a division and its mirror image differ equally
+            raise InputError(
+                f"{design} can decide none of {len(pairs)} pairs: give more seeds or permutations, or alpha"
+            )
+        new = slice(done * design.seeds, (done + 1) * design.seeds)
+        if not undecided or any(scores[name].shape[1] < new.stop for pair in undecided for name in pair):
+            break
+        done += 1
+        for pair in undecided:
+            both = np.concatenate([scores[name][:, new] for name in pair], axis=1)
+            differences[pair] = differences[pair] + signs @ both.ravel()
+        better |= _step_down(undecided, differences, crossed, design)
+        undecided = [pair for pair in undecided if pair not in better]
+    return Found(better, undecided, done)
+
+
+def _step_down(
+    undecided: list[Pair],
+    differences: dict[Pair, NDArray[np.float64]],
+    crossed: dict[Pair, NDArray[np.bool_]],
+    design: Design,
+) -> dict[Pair, str]:
+    """One interim: the better one of each pair decided there; `crossed` gains what the others' boundaries cut off."""
+    better: dict[Pair, str] = {}
+    while left := [pair for pair in undecided if pair not in better]:
+        at_most = design.at_most(len(differences[left[0]]), len(left))
+        beyond = {pair: beyond_boundary(np.abs(differences[pair]), crossed[pair], at_most) for pair in left}
+        decided = [pair for pair in left if beyond[pair][0]]  # the first division is the one that was seen
+        if not decided:
+            crossed |= {pair: crossed[pair] | beyond[pair] for pair in left}
+            break
+        better |= {pair: pair[0] if differences[pair][0] > 0 else pair[1] for pair in decided}
+    return better
+
+
+def _standardized(scores: Mapping[str, Scores], names: Sequence[str], seeds: int) -> dict[str, Scores]:
+    """Those of `names`, with mean 0 and deviation 1 within each task over the first `seeds` of all of them."""
+    first = np.concatenate([scores[name][:, :seeds] for name in names], axis=1)
+    if first.shape[1] < len(names) * seeds:
+        return {name: scores[name][:, :0] for name in names}
+    mean, deviation = first.mean(1, keepdims=True), first.std(1, keepdims=True)
+    return {name: (scores[name] - mean) / np.where(deviation > 0, deviation, 1.0) for name in names}
+
+
+def beyond_boundary(statistics: NDArray[np.float64], crossed: NDArray[np.bool_], at_most: int) -> NDArray[np.bool_]:
+    """Which of those not yet crossed lie beyond the smallest boundary that `at_most` cross; equal ones go together."""
+    left: NDArray[np.bool_] = ~crossed & np.ones(len(statistics), bool)
+    values = np.sort(statistics[left])
+    if at_most >= len(values):
+        return left
+    boundary = values[-1 - at_most]
+    left &= statistics > boundary + 1e-9 * (1.0 + boundary)  # sums in another order differ a little
+    return left
+
+
+def divisions(design: Design, tasks: int, seed: int) -> Iterator[NDArray[np.int8]]:
+    """For each interim, signs [permutations, tasks · 2N]: N of a pair's 2N scores on each task count +1, the others -1.
+
+    All there are over all interims and tasks, or, where they are more than `permutations`, so many random ones. Row i
+    of every interim belongs to one permutation of all scores; the first leaves them where they are.
+    """
+    n = design.seeds
+    kinds = math.comb(2 * n, n)
+    if kinds ** (design.interims * tasks) > design.permutations:
+        random = np.random.default_rng(seed)
+        for _ in range(design.interims):
+            signs = np.tile(np.repeat(np.array([1, -1], np.int8), n), (design.permutations, tasks, 1))
+            signs[1:] = random.permuted(signs[1:], axis=-1)
+            yield signs.reshape(design.permutations, -1)
+        return
+    every = np.full((kinds, 2 * n), -1, np.int8)
+    for row, plus in enumerate(itertools.combinations(range(2 * n), n)):
+        every[row, list(plus)] = 1
+    number = np.arange(kinds ** (design.interims * tasks))
+    for interim in range(design.interims):
+        parts = range(interim * tasks, (interim + 1) * tasks)
+        yield np.concatenate([every[number // kinds**part % kinds] for part in parts], axis=1)

@@ -1,0 +1,183 @@
+"""bench/compare.py on made-up run folders: what it reads, which seeds it asks for, and when it stops."""
+
+import gzip
+import importlib.util
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from bench import compare
+from bench.compare import Args, Run, next_seeds, read_curve, until_decided
+from common.errors import InputError, RunError
+
+HEADER = "step,episode,return,length,success,normalized_score\n"
+Score = Callable[[Run], float]
+
+
+def write(folder: Path, curve: dict[int, list[float]]) -> None:
+    """A finished run whose evaluations at these steps gave these returns."""
+    folder.mkdir(parents=True)
+    rows = [f"{step},{i},{value},200,,\n" for step, values in curve.items() for i, value in enumerate(values)]
+    (folder / "evaluations.csv").write_text(HEADER + "".join(rows))
+
+
+def simulated(folder: Path, asked: list[list[Run]], score: Score) -> Callable[[list[Run]], None]:
+    """Makes the runs that are asked for, and notes them."""
+
+    def run(runs: list[Run]) -> None:
+        asked.append(runs)
+        for name, task, seed in runs:
+            value = score((name, task, seed))
+            write(folder / name / task / str(seed), {0: [0.0], 1_000: [value - 1.0, value + 1.0]})
+
+    return run
+
+
+def drawn(means: dict[str, float]) -> Score:
+    """Normal, with deviation 1, a function of the run."""
+    return lambda run: means[run[0]] + np.random.default_rng([ord(run[0]), len(run[1]), run[2]]).normal()
+
+
+def test_seeds_are_added_until_the_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """c is decided at the second interim, the first at which three pairs can be; a and b, who are nearer, later."""
+    asked: list[list[Run]] = []
+    args = Args(tmp_path, names=("a", "b", "c"), tasks=("T",))
+    end = until_decided(args, simulated(tmp_path, asked, drawn({"a": 51.0, "b": 50.0, "c": 0.0})))
+    assert end.found.better == {("a", "b"): "a", ("a", "c"): "a", ("b", "c"): "b"}
+    assert asked[0] == [(name, "T", seed) for seed in range(1, 6) for name in "abc"]
+    assert asked[1] == [(name, "T", seed) for seed in range(6, 11) for name in "abc"]
+    for i, runs in enumerate(asked[2:], 2):
+        assert runs == [(name, "T", seed) for seed in range(5 * i + 1, 5 * i + 6) for name in "ab"]
+    assert 2 < len(asked) == end.found.interims < 5
+    said = capsys.readouterr().out
+    assert f"T at step 1,000: {end.found.interims} of 5 interims" in said
+    assert "a against b: undecided; mean not run and not run" in said.split("T at step 1,000")[0]
+    assert "a against b: better; mean 5" in said
+    assert "next: c on T, seeds 1 2 3 4 5\n" in said
+
+
+def test_equal_ones_end_at_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asked: list[list[Run]] = []
+    end = until_decided(
+        Args(tmp_path, names=("a", "b"), tasks=("T", "Task"), interims=3),
+        simulated(tmp_path, asked, lambda run: float(run[2] % 3 + (run[0] == "b") * (run[2] % 2))),
+    )
+    assert (end.found.better, end.found.undecided) == ({}, [("a", "b")])
+    assert sorted(itertools.chain(*asked)) == [
+        (name, t, seed) for name in "ab" for t in ("T", "Task") for seed in range(1, 16)
+    ]
+    assert "equal within the limit: no difference shown by 15 seeds" in capsys.readouterr().out
+
+
+def test_runs_that_are_there_are_used_and_others_are_asked_for(tmp_path: Path):
+    for name in "ab":
+        for seed in (0, 1, 2, 4, 5, 6, 7, 30):  # 3 is missing; 0 and 30 belong to no interim
+            write(tmp_path / name / "T" / str(seed), {1_000: [float(seed)]})
+    found = compare.compare(Args(tmp_path))  # names and tasks of the folder
+    assert (found.names, found.tasks, found.found.interims) == (("a", "b"), ("T",), 0)
+    assert next_seeds(found) == [("a", "T", 3), ("b", "T", 3)]
+    (tmp_path / "a" / "T" / "5" / "checkpoint").mkdir()  # it is being trained
+    assert next_seeds(compare.compare(Args(tmp_path))) == [("a", "T", 3), ("b", "T", 3), ("a", "T", 5)]
+    (tmp_path / "a" / "T" / "5" / "DONE").touch()
+    assert next_seeds(compare.compare(Args(tmp_path))) == next_seeds(found)
+
+
+def test_the_score_is_the_mean_of_the_last_evaluations_up_to_the_step(tmp_path: Path):
+    for name in "ab":
+        write(tmp_path / name / "T" / "1", {0: [1.0, 3.0], 10: [4.0, 6.0], 20: [9.0], 30: [100.0]})
+    write(tmp_path / "b" / "T" / "2", {0: [1.0], 10: [2.0]})
+    for step, last, expected in ((None, 1, 100.0), (20, 1, 9.0), (20, 2, 7.0), (20, 3, 16 / 3), (25, 1, 9.0)):
+        found = compare.compare(Args(tmp_path, step=step, last=last))
+        assert found.scores == {("a", "T", 1): expected, ("b", "T", 1): expected}  # b's second did not get there
+    assert compare.compare(Args(tmp_path, step=20, last=4)).scores == {}
+    assert compare.compare(Args(tmp_path, step=10)).scores[("b", "T", 2)] == 2.0
+
+
+def test_all_against_one(tmp_path: Path):
+    end = until_decided(
+        Args(tmp_path, names=("a", "b", "c"), tasks=("T",), against="b"),
+        simulated(tmp_path, [], drawn({"a": 9.0, "b": 0.0, "c": 9.0})),
+    )
+    assert (end.found.better, end.found.undecided) == ({("a", "b"): "a", ("b", "c"): "c"}, [])
+
+
+def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
+    def run(runs: list[Run]) -> None:
+        for name, task, seed in runs:
+            write(tmp_path / name / task / str(seed), {1_000 if name == "a" else 500: [1.0]})
+
+    with pytest.raises(RunError, match=r"b/T/1, b/T/2.*give --step"):
+        until_decided(Args(tmp_path, names=("a", "b"), tasks=("T",)), run)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"names": ("a",)}, "two or more"),
+        ({"names": ("a", "a")}, "two or more"),
+        ({"against": "d"}, "--against one of them"),
+        ({"names": ("a", "d")}, "no task that a, d all have"),
+        ({"column": "success"}, "does not give success as numbers"),
+        ({"alpha": 1.5}, "alpha is between 0 and 1"),
+        ({"seeds": 1, "interims": 2}, "can decide none of 1 pairs"),
+    ],
+)
+def test_bad_input(tmp_path: Path, changed: dict[str, object], named: str):
+    for name in "ab":
+        write(tmp_path / name / "T" / "1", {0: [1.0]})
+    with pytest.raises(InputError, match=named):
+        compare.compare(Args(tmp_path, **changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", HEADER, HEADER + "0,0,nan,1,,\n", HEADER + "0,0,one,1,,\n", "step\n3\n"])
+def test_damaged_evaluations(tmp_path: Path, text: str):
+    (tmp_path / "evaluations.csv").write_text(text)
+    with pytest.raises(InputError, match=r"evaluations\.csv"):
+        read_curve(tmp_path / "evaluations.csv", "return")
+
+
+def test_runs_as_they_are_kept(tmp_path: Path):
+    for name in "ab":
+        write(tmp_path / name / "T" / "1", {0: [1.0], 10: [4.0, 6.0]})
+        path = tmp_path / name / "T" / "1" / "evaluations.csv"
+        path.with_suffix(".csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert compare.compare(Args(tmp_path)).scores == {("a", "T", 1): 5.0, ("b", "T", 1): 5.0}
+    whole = path.with_suffix(".csv.gz").read_bytes()
+    for damaged in (whole[:30], b"text", whole[:15] + b"xxxx" + whole[19:]):
+        path.with_suffix(".csv.gz").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"evaluations\.csv\.gz"):
+            compare.compare(Args(tmp_path))
+
+
+@pytest.fixture
+def sweep() -> ModuleType:
+    if importlib.util.find_spec("bench.sweep") is None:
+        pytest.skip("bench/sweep.py is not there")
+    return importlib.import_module("bench.sweep")
+
+
+def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: ModuleType):
+    """The suite's own jobs of the seeds that are needed, with its flags, into its folders; its seeds do not matter."""
+    suite = tmp_path / "mine.toml"
+    suite.write_text(
+        '[[runs]]\nalgo = ["sac", "td3"]\nenvs = ["Pendulum-v1"]\nseeds = 2\nflags = "--total-steps 3000"\n'
+    )
+    lines: list[str] = []
+
+    def execute(running: object, args: object) -> None:
+        for job in running.waiting:  # type: ignore[attr-defined]
+            lines.append(" ".join(job.argv))
+            write(job.folder, {3_000: [job.seed + 100.0 * ("sac" in job.folder.parts)]})
+
+    monkeypatch.setattr(sweep, "execute", execute)
+    compare.main(Args(tmp_path / "runs", suite=str(suite)))
+    assert len(lines) == 10
+    assert all("--env Pendulum-v1" in line and "--total-steps 3000" in line for line in lines)
+    assert (tmp_path / "runs" / "mine" / "td3" / "Pendulum-v1" / "5" / "evaluations.csv").exists()
+    with pytest.raises(InputError, match="does not run ppo on Pendulum-v1"):
+        compare.main(Args(tmp_path / "runs", suite=str(suite), names=("sac", "ppo"), tasks=("Pendulum-v1",)))

@@ -1,0 +1,213 @@
+"""bench/video.py: what is filmed, at which speed, and what is said where something is missing."""
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import ROOT, module
+
+from bench import video
+from bench.video import Args, choose_renderer, seconds_per_step, watch
+from common.errors import InputError, RunError
+from envs.make import make
+
+
+class Drawn(gym.Env[Any, Any]):
+    """Begins anywhere, lasts five steps of 0.04 s, and its pictures show the step."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=kwargs.get("seed"))
+        self.step_number, self.obs = 0, self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return self.obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_number += 1
+        return self.obs, float(self.obs[0] + action[0]), self.step_number == 5, False, {}
+
+    def render(self) -> Any:
+        return np.full((6, 8, 3), self.step_number, np.uint8)
+
+
+class Undrawn(Drawn):
+    def render(self) -> None:
+        return None
+
+
+gym.register("Drawn-v0", Drawn)
+gym.register("Undrawn-v0", Undrawn)
+
+
+class Film:
+    """Stands for imageio-ffmpeg, and keeps what it gets."""
+
+    def __init__(self, fails_after: int = 1_000) -> None:
+        self.frames: list[np.ndarray] = []
+        self.fails_after = fails_after
+
+    def write_frames(self, path: Path, size: tuple[int, int], fps: float, **options: Any) -> Iterator[None]:
+        self.path, self.size, self.fps = path, size, fps
+        path.write_bytes(b"begun")
+        try:
+            while len(self.frames) < self.fails_after:
+                self.frames.append((yield))
+            raise OSError(28, "No space left on device")
+        finally:
+            path.write_bytes(b"whole")
+
+
+@pytest.fixture
+def film(monkeypatch: pytest.MonkeyPatch) -> Film:
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", made := Film())  # type: ignore[arg-type]
+    return made
+
+
+@pytest.fixture
+def run(small: Callable[..., Any]) -> Path:
+    module("sac").train(args := small(env="Drawn-v0", total_steps=100, eval_episodes=3))
+    return args.run_dir
+
+
+def last_returns(folder: Path) -> list[float]:
+    rows = list(csv.DictReader((folder / "evaluations.csv").open()))
+    return [float(row["return"]) for row in rows if row["step"] == rows[-1]["step"]]
+
+
+def said_returns(said: str) -> list[float]:
+    return [float(line.split("return ")[1].split(",")[0]) for line in said.splitlines() if line.startswith("episode")]
+
+
+def test_the_episodes_of_the_evaluations_are_filmed(run: Path, film: Film, capsys: pytest.CaptureFixture[str]):
+    watch(Args(run, episodes=3))
+    assert [frame[0, 0, 0] for frame in film.frames] == [0, 1, 2, 3, 4, 5] * 3
+    assert (film.size, film.fps) == ((8, 6), pytest.approx(25))
+    said = capsys.readouterr().out
+    assert said_returns(said) == pytest.approx(last_returns(run), abs=0.051)
+    assert said.count("length 5") == 3
+    assert (run / "video.mp4").read_bytes() == b"whole"
+    assert not film.path.exists()
+
+    for changed, same in (({"seed": 1}, True), ({"seed": 2}, False), ({"sampled": True}, False)):
+        watch(Args(run, episodes=3, output=run / "new" / "other.mp4", **changed))
+        assert (said_returns(capsys.readouterr().out) == said_returns(said)) == same
+    assert (run / "new" / "other.mp4").exists()
+
+
+def test_a_film_that_failed_leaves_nothing(run: Path, film: Film):
+    film.fails_after = 4
+    with pytest.raises(RunError, match=r"video\.mp4 cannot be written: .*No space left"):
+        watch(Args(run))
+    assert not list(run.glob("*.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "seconds"),
+    [
+        ("Hopper-v4", 0.008),
+        ("HalfCheetah-v5", 0.05),
+        ("AntMaze_UMaze-v4", 0.05),
+        ("Pendulum-v1", 0.05),
+        ("Drawn-v0", 0.04),
+    ],
+)
+def test_the_speed_is_that_of_the_simulated_time(env_id: str, seconds: float):
+    """Time step and frame skip of the models; Pendulum asks for 30 frames a second, AntMaze for 50."""
+    assert seconds_per_step(make(env_id)) == pytest.approx(seconds)
+
+
+def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, film: Film):
+    def refused(named: str, **changed: Any) -> None:
+        with pytest.raises(InputError, match=named):
+            watch(Args(run, **changed))
+
+    refused(r"ends in \.mp4", output=Path("film.avi"))
+    refused("at least 1", episodes=0)
+    refused("draws no pictures", env="Undrawn-v0")
+    assert not list(run.glob("*.mp4"))
+    for variable in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(variable, raising=False)
+    refused("no display.*make video", play=True)
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    refused("needs imageio-ffmpeg.*make video")
+
+
+def test_a_missing_pygame_is_named(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, film: Film):
+    module("sac").train(args := small(total_steps=100))
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(InputError, match=r"Pendulum-v1 is drawn by .*missing: pygame.*pip install"):
+        watch(Args(args.run_dir))
+
+
+def test_a_run_that_names_a_module_needs_env(run: Path):
+    config = run / "config.json"
+    config.write_text(config.read_text().replace("Drawn-v0", "tests.evil:Drawn-v0"))
+    with pytest.raises(InputError, match="whose module would be imported: give --env"):
+        watch(Args(run))
+
+
+def test_the_first_renderer_that_works_is_chosen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MUJOCO_GL", "none")
+    monkeypatch.setattr(video, "PROBE", "import sys; sys.exit('{0}' == 'egl')")
+    choose_renderer()
+    assert video.os.environ["MUJOCO_GL"] == "none"  # what is given is tried, and kept
+    monkeypatch.delenv("MUJOCO_GL")
+    choose_renderer()
+    assert video.os.environ["MUJOCO_GL"] == "osmesa"
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    with pytest.raises(InputError, match=r"MUJOCO_GL=egl does not work\ninstall .*libosmesa6"):
+        choose_renderer()
+    monkeypatch.delenv("MUJOCO_GL")
+    monkeypatch.setattr(video, "PROBE", "raise SystemExit(1)")
+    with pytest.raises(InputError, match="egl, osmesa and glfw do not work"):
+        choose_renderer()
+
+
+@pytest.fixture
+def balanced(small: Callable[..., Any]) -> Path:
+    """A run on a MuJoCo environment whose episodes are short at first."""
+    module("sac").train(args := small(env="InvertedPendulum-v5", total_steps=100))
+    return args.run_dir
+
+
+def command(*line: str | Path) -> str:
+    line = (*map(str, line),)
+    result = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_an_mp4_is_as_long_as_its_episodes(balanced: Path, monkeypatch: pytest.MonkeyPatch):
+    """Decoded again: a frame for each reset and each step of 0.04 s, of MuJoCo's 480 × 480, which change."""
+    ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="imageio-ffmpeg is not installed (make video)")
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    try:
+        choose_renderer()
+    except InputError as error:
+        pytest.skip(str(error))
+    said = command(sys.executable, ROOT / "bench" / "video.py", balanced, "--episodes", "2")
+    assert said_returns(said) == pytest.approx(last_returns(balanced), abs=0.051)
+    reader = ffmpeg.read_frames(str(balanced / "video.mp4"))
+    facts, frames = next(reader), [np.frombuffer(frame, np.uint8) for frame in reader]
+    assert (facts["size"], facts["fps"]) == ((480, 480), 25)
+    assert len(frames) == sum(int(line.split("length ")[1]) + 1 for line in said.splitlines() if "length" in line)
+    assert frames[0].std() > 5
+    assert np.abs(frames[0].astype(int) - frames[4].astype(int)).max() > 50
+
+
+@pytest.mark.skipif(shutil.which("xvfb-run") is None, reason="xvfb-run is not installed")
+def test_the_viewer_opens_and_closes(balanced: Path):
+    said = command("xvfb-run", "-a", sys.executable, ROOT / "bench" / "video.py", balanced, "--play", "--episodes", "2")
+    assert said_returns(said) == pytest.approx(last_returns(balanced), abs=0.051)
