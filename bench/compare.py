@@ -17,12 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
 
+from bench import sweep
 from bench.adastop import Design, Found, Pair, Scores, decide
+from bench.suite import jobs, read_suite
 from common.command_line import command_line
 from common.errors import InputError, RunError
 
@@ -208,15 +210,12 @@ def _decision(pair: Pair, comparison: Comparison) -> str:
     return f"{decision}; mean {' and '.join(means)}"
 
 
-def of_suite(args: Args) -> tuple[Args, Callable[[list[Run]], None]]:
-    """What a suite says, and how its runs are made: the one place that knows bench/sweep.py."""
-    import importlib
-
-    sweep: Any = importlib.import_module("bench.sweep")
-    suite, entries = sweep.read_suite(args.suite)
+def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
+    """What a suite says, and how its runs are made."""
+    suite, entries = read_suite(name)
     seeds = list(range(1, args.seeds * args.interims + 1))
-    jobs = sweep.jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
-    by_run = {(job.folder.parts[-3], job.folder.parts[-2], job.seed): job for job in jobs}
+    found = jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
+    by_run = {(job.folder.parts[-3], job.folder.parts[-2], job.seed): job for job in found}
     names = args.names or tuple(dict.fromkeys(name for name, _, _ in by_run))
     tasks = args.tasks or tuple(
         task for task in dict.fromkeys(t for _, t, _ in by_run) if _all_have(by_run, names, task)
@@ -226,7 +225,7 @@ def of_suite(args: Args) -> tuple[Args, Callable[[list[Run]], None]]:
 
     def run(needed: list[Run]) -> None:
         of_now = sweep.Sweep([by_run[one] for one in needed if not sweep.is_done(by_run[one])])
-        sweep.execute(of_now, sweep.Args(args.suite, args.folder))
+        sweep.execute(of_now, sweep.Args(name, args.folder))
         if of_now.failed:
             raise RunError(f"{len(of_now.failed)} runs failed; the same command starts them again\n{of_now.table()}")
 
@@ -243,7 +242,7 @@ def main(args: Args) -> None:
     if args.suite is None:
         sys.stdout.write(report(compare(args)))
     else:
-        until_decided(*of_suite(args))
+        until_decided(*of_suite(args, args.suite))
 
 
 if __name__ == "__main__":

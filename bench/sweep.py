@@ -8,29 +8,25 @@ Finished runs are skipped, stopped ones go on from their last checkpoint: the sa
 whatever ended it. Results are those of the commands run by hand, bit for bit.
 """
 
-import dataclasses
-import importlib
 import json
+import logging
 import os
 import secrets
-import shlex
 import signal
 import sys
 import tempfile
-import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from bench.sweep_task import ROOT, Job, Outcome, facts, run
-from common.command_line import command_line, parse
+from bench.suite import jobs, read_suite
+from bench.sweep_task import Job, Outcome, facts, run
+from common.command_line import command_line
 from common.errors import InputError, RunError
 
-SUITES = ROOT / "bench" / "suites"
 KILLS = 3  # so often a run goes on after the kernel or somebody killed it; of lost nodes and workers there is no limit
 
 
@@ -48,101 +44,6 @@ class Args:
     """GPUs of this machine to use, likewise."""
     dry_run: bool = False
     """Print the commands, one a line, and start nothing."""
-
-
-@dataclass
-class Entry:
-    """A [[runs]] of a suite: every algorithm, on every environment and dataset, with every seed."""
-
-    algo: list[str]
-    envs: list[str] = field(default_factory=list)
-    datasets: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=lambda: [1])
-    flags: str = ""
-    name: str = ""  # of the folder; that of the algorithm unless given
-    cpus: int = 1
-    gpus: float = 0.0  # 0.25: four runs share one
-    memory: float = 0.0  # GiB to set aside; nobody watches that it is enough
-
-    def __post_init__(self) -> None:
-        lists = {"algo": str, "envs": str, "datasets": str, "seeds": int}
-        for key, kind in {"flags": str, "name": str, "cpus": int, "gpus": float, "memory": float}.items():
-            if not isinstance(getattr(self, key), (kind, int) if kind is float else kind):
-                raise InputError(f"{key} is {getattr(self, key)!r}, which is no {kind.__name__}")
-        for key, kind in lists.items():
-            if not all(isinstance(value, kind) and value != "" for value in getattr(self, key)):
-                raise InputError(f"{key} is {getattr(self, key)!r}: give {kind.__name__}s")
-        if not (self.algo and self.envs + self.datasets and self.seeds and self.cpus > 0):
-            raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
-        if min(self.gpus, self.memory, *self.seeds) < 0:
-            raise InputError("nothing in a run is below 0")
-
-
-def read_suite(name: str) -> tuple[str, list[Entry]]:
-    """A suite's name and entries. Raises InputError where the file is missing, damaged or says what nobody reads."""
-    path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
-    try:
-        found = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
-        raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}") from None
-    runs = found.pop("runs", None)
-    if found or not isinstance(runs, list) or not runs:
-        raise InputError(f"{path}: a suite is [[runs]], one or more, and nothing else")
-    try:
-        return path.stem, [Entry(**_as_lists(each)) for each in runs]
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def _as_lists(given: dict[str, Any]) -> dict[str, Any]:
-    """One name stands for a list of one, and seeds = 10 for 1 to 10. Raises InputError for a key that is not read."""
-    keys = [f.name for f in dataclasses.fields(Entry)]
-    if unknown := given.keys() - set(keys):
-        raise InputError(f"{', '.join(sorted(unknown))}: a run has {', '.join(keys)}")
-    found = {"algo": []} | given
-    if isinstance(found.get("seeds"), int):
-        found["seeds"] = list(range(1, found["seeds"] + 1))
-    return found | {k: [found[k]] for k in ("algo", "envs", "datasets") if isinstance(found.get(k), str)}
-
-
-def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
-    """Every run of a suite, seeds outermost: what all have with one seed comes before anyone's second.
-
-    Raises InputError where an algorithm is not there or would refuse its flags, or where two runs share a folder.
-    """
-    found = [job for entry in entries for job in _jobs_of(entry, folder.absolute() / suite)]
-    twice = [str(into) for into, times in Counter(job.folder for job in found).items() if times > 1]
-    if twice:
-        raise InputError(f"two runs would go into {twice[0]}: give one of them a name")
-    return sorted(found, key=lambda job: job.seed)
-
-
-def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
-    tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
-    for algo in entry.algo:
-        for flag, task in tasks:
-            fixed = (f"algos/{algo}.py", flag, task, *shlex.split(entry.flags))
-            refuse_wrong_flags(algo, fixed)
-            name = Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_").replace(":", "_")
-            for seed in entry.seeds:
-                into = folder / (entry.name or algo) / name / str(seed)
-                yield Job((*fixed, "--seed", str(seed)), into, seed, entry.cpus, entry.gpus, entry.memory)
-
-
-def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
-    """Raises InputError now, where the command would say so when its turn comes, hours later."""
-    if not (ROOT / command[0]).exists():
-        known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
-        raise InputError(f"there is no {command[0]}: give one of {known}")
-    if owned := {"--seed", "--run-dir"} & {word.split("=")[0] for word in command}:
-        raise InputError(f"{' and '.join(sorted(owned))} in flags: the sweep itself says which")
-    try:
-        parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
-    except InputError as error:
-        raise InputError(f"{shlex.join(command)}: {error}") from None
 
 
 def is_done(job: Job) -> bool:
@@ -210,12 +111,12 @@ def execute(sweep: Sweep, args: Args) -> None:
     import ray
 
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as logs:
-        embedded = {
+        embedded: dict[str, Any] = {
             "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
             "_temp_dir": logs,
-        }  # fmt: skip
+        } if address == "local" else {}  # fmt: skip
         try:
-            ray.init(address, log_to_driver=False, logging_level="error", **(embedded if address == "local" else {}))
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **embedded)
         except ConnectionError as error:
             raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,16 +1,14 @@
 """bench/compare.py on made-up run folders: what it reads, which seeds it asks for, and when it stops."""
 
 import gzip
-import importlib.util
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from bench import compare
+from bench import compare, sweep
 from bench.compare import Args, Run, next_seeds, read_curve, until_decided
 from common.errors import InputError, RunError
 
@@ -154,14 +152,7 @@ def test_runs_as_they_are_kept(tmp_path: Path):
             compare.compare(Args(tmp_path))
 
 
-@pytest.fixture
-def sweep() -> ModuleType:
-    if importlib.util.find_spec("bench.sweep") is None:
-        pytest.skip("bench/sweep.py is not there")
-    return importlib.import_module("bench.sweep")
-
-
-def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: ModuleType):
+def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The suite's own jobs of the seeds that are needed, with its flags, into its folders; its seeds do not matter."""
     suite = tmp_path / "mine.toml"
     suite.write_text(

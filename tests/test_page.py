@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from bench import aggregates, curves, intervals, page
+from bench import aggregates, curves, intervals, not_run, page
 from bench.aggregates import beside, improvements, online_runs, profiles, reached
 from bench.keep import keep
 
@@ -141,8 +141,8 @@ def test_what_has_not_been_run_is_said(made: str):
     assert "CQL, half of each batch data: hopper-medium: 0 of 2 seeds (1 more, to 9 at most)." in said
     assert "pessimism kept: not run." in said
     seeds = {seed: {0: 0.0, 9: float(seed)} for seed in "1234"}
-    assert page.missing({"a": seeds}, 4, 9) == "complete"
-    assert page.missing({"a": seeds}, 4, 10) == "a: 0 of 4 seeds (4 more, to 9 at most)"
+    assert not_run.missing({"a": seeds}, 4, 9) == "complete"
+    assert not_run.missing({"a": seeds}, 4, 10) == "a: 0 of 4 seeds (4 more, to 9 at most)"
 
 
 def test_switch_is_on_the_page_with_its_curve(made: str):

@@ -19,7 +19,8 @@ import pytest
 from conftest import ROOT, final_state, same
 
 from bench import sweep
-from bench.sweep import Args, Sweep, fill, finish, is_done, jobs, read_suite
+from bench.suite import SUITES, jobs, read_suite
+from bench.sweep import Args, Sweep, fill, finish, is_done
 from bench.sweep_task import Job, Outcome
 from common.errors import InputError
 
@@ -103,7 +104,7 @@ class TestSuites:
         with pytest.raises(InputError, match=r"give one of .*smoke"):
             read_suite("smokes")
 
-    @pytest.mark.parametrize("path", sorted(sweep.SUITES.glob("*.toml")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
     def test_our_own_suites_are_right(self, path: Path):
         assert len(commands(path.stem)) == len(set(commands(path.stem))) > 0
 
