@@ -143,7 +143,7 @@ def drive(sweep: Sweep, ray: Any) -> None:
         ready, _ = ray.wait(list(sweep.running), timeout=2.0)
         for reference in ready:
             finish(sweep, reference, ray)
-        if (table := sweep.table()) != shown:
+        if (table := sweep.table()) != shown and (sweep.waiting or sweep.running):
             sys.stderr.write(f"\x1b[2J\x1b[H{table}\n" if sys.stderr.isatty() else f"{table.splitlines()[-1]}\n")
             shown = table
 
