@@ -65,7 +65,8 @@ def test_training_episodes_are_counted_for_each_environment(tmp_path: Path):
     logger.count(np.array([1.0, 10.0]), np.array([False, True]))
     logger.count(np.array([2.0, 20.0]), np.array([True, False]))
     state = logger.state()
-    for log in (logger, Logger(tmp_path, (0, 100), 2, state)):  # episodes under way outlive a resume
+    for resumed in (False, True):  # episodes under way outlive a resume
+        log = Logger(tmp_path, (0, 100), 2, state) if resumed else logger
         log.count(np.array([4.0, 40.0]), np.array([False, True]))
         log.log({})
         kept = {row["name"]: float(row["value"]) for row in rows(tmp_path / "metrics.csv")}

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -263,14 +262,16 @@ class TestSweeps:
 
     def test_numbers_are_those_of_the_commands_and_a_failure_is_told(self, start, suite, tmp_path: Path):
         path = suite(RUN.format(steps=600, seeds=2) + "[[runs]]\nalgo = 'sac'\nname = 'bad'\nenvs = 'Pendulum-v7'\n")
-        for already in (0, 2):  # the same command again takes up what failed, alone
+        done: list[int] = []
+        for _ in range(2):  # the same command again takes up what failed, alone
             process = start(path, tmp_path / "runs", "--cpus", "2")
             said = process.communicate(timeout=300)[0]
             assert process.returncode == 1
-            assert re.search(rf"^{already} done, [12] running", said, re.MULTILINE)
             assert "| sac.py: There is no environment Pendulum-v7" in said
             assert "2 done, 0 running, 0 waiting, 1 failed" in said
             assert "1 of 3 runs failed" in said
+            done += [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("runs/**/metrics.csv"))]
+        assert done[:2] == done[2:]
         by_hand = jobs(*read_suite(path), tmp_path / "by-hand")
         for job in (each for each in by_hand if "bad" not in each.label):
             environment = os.environ | job.environment
@@ -315,7 +316,7 @@ class TestSweeps:
 
     def test_a_cluster_shares_the_runs_and_outlives_a_node(self, start, suite, tmp_path: Path):
         """Two nodes with a CPU each. One is killed in the middle of a run; the other finishes all."""
-        path = suite(RUN.format(steps=4000, seeds=3))
+        path = suite(RUN.format(steps=4000, seeds=4))
         temporary = tempfile.mkdtemp(prefix="ray-")  # a socket's path may not be long
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--num-cpus=1", "--disable-usage-stats"]
         port = free_port()
@@ -326,14 +327,18 @@ class TestSweeps:
         try:
             wait_for(lambda: listens(port))
             nodes.append(subprocess.Popen([*ray, f"--address=127.0.0.1:{port}", "--block"], **quiet))
+            second = psutil.Process(nodes[1].pid)
+            wait_for(lambda: "raylet" in [part.name() for part in second.children(recursive=True)])
             folder = tmp_path / "runs"
             process = start(path, folder, RAY_ADDRESS=f"127.0.0.1:{port}", **token)
-            wait_for(lambda: checkpoints(folder) >= 2)
-            on = {node.pid: runs_below(node, folder) for node in nodes}
-            assert all(len(runs) == 1 for runs in on.values()), on  # one on each
-            for part in (*psutil.Process(nodes[1].pid).children(recursive=True), nodes[1]):
+            wait_for(lambda: all(len(runs_below(node, folder)) == 1 for node in nodes))  # one on each
+            its_folder = Path(runs_below(nodes[1], folder)[0].cmdline()[-1])
+            wait_for(lambda: checkpoints(its_folder))
+            assert not (its_folder / "DONE").exists(), "over too soon: make the runs longer"
+            for part in (*second.children(recursive=True), second):
                 part.kill()
             assert process.wait(timeout=300) == 0, process.stdout.read()
+            assert "goes on from step" in its_folder.with_suffix(".log").read_text()
         finally:
             for node in nodes:
                 for part in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else ():
@@ -356,7 +361,6 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def runs_below(node: subprocess.Popen[bytes], folder: Path) -> list[int]:
+def runs_below(node: subprocess.Popen[bytes], folder: Path) -> list[psutil.Process]:
     """The runs that are processes of this node."""
-    runs = {run.pid for run in processes(str(folder / "mine" / "sac"))}
-    return [child.pid for child in psutil.Process(node.pid).children(recursive=True) if child.pid in runs]
+    return [run for run in processes(str(folder / "mine")) if node.pid in (parent.pid for parent in run.parents())]
