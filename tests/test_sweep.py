@@ -305,8 +305,10 @@ class TestSweeps:
         children = psutil.Process(process.pid).children(recursive=True)
         worker = next(child for child in children if "ray::run" in " ".join(child.cmdline()))
         (its_run,) = worker.children()
+        its_folder = its_run.cmdline()[-1]
         worker.kill()
         wait_for(lambda: ended(its_run), 5.0)  # the kernel's doing, at once
+        wait_for(lambda: processes(its_folder))  # it goes on in the same sweep
         wait_for(lambda: len(processes(str(folder / "mine" / "sac"))) == 2)
         process.kill()
         assert process.wait() == -signal.SIGKILL
