@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from conftest import ROOT, final_state, same
 
 from bench import sweep
 from bench.suite import SUITES, jobs, read_suite
-from bench.sweep import Args, Sweep, fill, finish, is_done
+from bench.sweep import Args, Sweep, fill, finish, is_done, refuse_other_versions
 from bench.sweep_task import Job, Outcome
 from common.errors import InputError
 
@@ -131,7 +132,7 @@ class TestSuites:
 
 
 class FakeRay:
-    """As much of Ray as the driver asks: nodes, and what became of a task."""
+    """As much of Ray as the driver asks for nodes; a test says what becomes of a task."""
 
     class exceptions:
         RayError = ZeroDivisionError
@@ -141,12 +142,6 @@ class FakeRay:
 
     def nodes(self) -> list[dict[str, object]]:
         return [{"Alive": True, "Resources": resources} for resources in self.resources]
-
-    def remote(self, **options: object) -> Callable[..., "FakeRay"]:
-        return lambda function: self
-
-    def get(self, outcome: Outcome) -> Outcome:
-        return outcome
 
 
 class TestDriver:
@@ -159,6 +154,34 @@ class TestDriver:
 
     def job(self, folder: Path, seed: int, **needs: float) -> Job:
         return Job(("algos/sac.py",), folder / str(seed), seed, **needs)
+
+    def test_a_node_with_other_versions_is_named(self):
+        """Each node is asked once, also one that joins later; a dead one is not."""
+        theirs = {"a": sweep.facts(), "b": sweep.facts() | {"torch": "1.0", "commit": "else"}}
+        alive = {"a": True, "b": False}
+
+        class At:
+            def __init__(self, node: str, soft: bool) -> None:
+                self.node = node
+
+        class Task:
+            def options(self, num_cpus: int, scheduling_strategy: At) -> "Task":
+                self.node = scheduling_strategy.node
+                return self
+
+            def remote(self) -> str:
+                return self.node
+
+        ray = SimpleNamespace(
+            nodes=lambda: [{"NodeID": n, "NodeName": f"host-{n}", "Alive": there} for n, there in alive.items()],
+            util=SimpleNamespace(scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=At)),
+            remote=lambda function: Task(), get=theirs.__getitem__,
+        )  # fmt: skip
+        assert refuse_other_versions(ray, set()) == {"a"}
+        assert refuse_other_versions(ray, {"a"}) == set()
+        alive["b"] = True
+        with pytest.raises(InputError, match=r"host-b has torch 1\.0, here .*; commit else, here .*"):
+            refuse_other_versions(ray, {"a"})
 
     def test_what_fits_starts_and_does_not_wait_behind_what_does_not(self, ray: FakeRay, tmp_path: Path):
         needs = [{"cpus": 2}, {"cpus": 2}, {"cpus": 1, "gpus": 0.5}, {"cpus": 1}]
