@@ -14,16 +14,15 @@ would be imitated too.
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, compiled, mlp
+from common.networks import Adam, mlp
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch
 from common.run import Run
@@ -66,10 +65,10 @@ class BC:
         self.obs_normalizer = FixedNormalizer(obs_dim, epsilon=1e-3).to(device)
         self.device = device
 
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]; the policy is deterministic anyway."""
-        return self.actor(self.obs_normalizer(torch.from_numpy(obs).to(self.device))).cpu().numpy()
+        return self.actor(self.obs_normalizer(obs))
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Squared distance from the batch's actions, the mean over transitions and dimensions."""
@@ -92,7 +91,10 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = BC(args, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    update = run.accelerated(
+        lambda online: agent.update(switch.sample(args.batch_size, online, agent.generator)), agent.generator
+    )
+    act = run.acting(agent)
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:
@@ -106,13 +108,23 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+
+    def learn() -> None:
+        """The updates that belong to the last step."""
+        nonlocal metrics
+        for _ in range(switch.updates(run.step)):
+            with run.logger.timed("update"):
+                metrics = update(run.step > 0)
+
     while run.step < args.online_steps:
         # Act
         if run.step < 0:
             run.logger.count_update()
         else:
             with run.logger.timed("act"):
-                actions = agent.act(obs)
+                actions = act(obs)
+            if run.overlaps:
+                learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             switch.add(obs, actions, rewards, next_obs, terminations, truncations)
@@ -121,9 +133,8 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        for _ in range(switch.updates(run.step)):
-            with run.logger.timed("update"):
-                metrics = update(switch.sample(args.batch_size, run.step, agent.generator))
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

@@ -20,17 +20,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, compiled, frozen, mlp
+from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -169,12 +168,11 @@ class CQL:
         self.args, self.device, self.action_dim = args, device, action_dim
         self.target_entropy, self.updates = -float(action_dim), 0
 
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(torch.from_numpy(obs).to(self.device))
-        actions = policy.mode if deterministic else policy.sample(self.generator)
-        return actions.cpu().numpy()
+        policy = self.actor(obs)
+        return policy.mode if deterministic else policy.sample(self.generator)
 
     def samples(self, policy: TanhGaussian, count: int) -> tuple[Tensor, Tensor]:
         """Actions [count, batch, action_dim] and their log-probabilities [count, batch]."""
@@ -237,11 +235,11 @@ class CQL:
         metrics |= {"losses/q": values[:, -1], "losses/q_proposed": values[:, :-1]}
         return loss, term.detach(), {name: value.detach() for name, value in metrics.items()}
 
-    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """SAC's: α log π - min_i Q_i (during `bc_steps` with log π(a_data|s) for Q); also the log-probabilities."""
+    def actor_loss(self, batch: Batch, imitate: bool = False) -> tuple[Tensor, Tensor, Metrics]:
+        """SAC's: α log π - min_i Q_i (to `imitate`: with log π(a_data|s) for Q); also the log-probabilities."""
         policy = self.actor(batch.obs)
         actions, log_prob = policy.rsample(self.generator)
-        if self.updates < self.args.bc_steps:
+        if imitate:
             value = policy.log_prob(batch.actions)  # of the data's actions, not of those just drawn
         else:
             with frozen(self.critic):  # the gradient passes through the critics and stops there
@@ -260,9 +258,14 @@ class CQL:
         loss = -(alpha_prime * self.cql_weight * (term - self.lagrange_gap)).mean()
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
-    def update(self, batch: Batch) -> Metrics:
+    def imitates(self) -> bool:
+        """Counts an update; the first `bc_steps` imitate the data."""
+        self.updates += 1
+        return self.updates <= self.args.bc_steps
+
+    def update(self, batch: Batch, imitate: bool = False) -> Metrics:
         """One gradient step of each network; all losses are those of the networks as they stood before."""
-        actor_loss, log_prob, metrics = self.actor_loss(batch)
+        actor_loss, log_prob, metrics = self.actor_loss(batch, imitate)
         critic_loss, term, critic_metrics = self.critic_loss(batch)
         self.actor_optimizer.descend(actor_loss)  # before the critics, through which its gradient passes
         self.critic_optimizer.descend(critic_loss)
@@ -275,7 +278,6 @@ class CQL:
             self.log_alpha_prime.detach().clamp_(max=math.log(1e6))
             metrics |= alpha_prime_metrics
         self.follow_critic()
-        self.updates += 1
         return metrics | critic_metrics | alpha_metrics
 
 
@@ -291,7 +293,11 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = CQL(args, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    update = run.accelerated(
+        lambda online, imitate: agent.update(switch.sample(args.batch_size, online, agent.generator), imitate),
+        agent.generator,
+    )
+    act = run.acting(agent)
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:
@@ -305,13 +311,23 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+
+    def learn() -> None:
+        """The updates that belong to the last step."""
+        nonlocal metrics
+        for _ in range(switch.updates(run.step)):
+            with run.logger.timed("update"):
+                metrics = update(run.step > 0, agent.imitates())
+
     while run.step < args.online_steps:
         # Act
         if run.step < 0:
             run.logger.count_update()
         else:
             with run.logger.timed("act"):
-                actions = agent.act(obs)
+                actions = act(obs)
+            if run.overlaps:
+                learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             switch.add(obs, actions, rewards, next_obs, terminations, truncations)
@@ -320,9 +336,8 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        for _ in range(switch.updates(run.step)):
-            with run.logger.timed("update"):
-                metrics = update(switch.sample(args.batch_size, run.step, agent.generator))
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

@@ -14,8 +14,7 @@ Ablations are flags:
 - the best when acting alone: --no-best-backup        - drawn by their values: --soft-selection 1
 - flow matching for diffusion: --policy flow
 
-Where the authors' code and this one differ (docs/expo.md says why):
-- log α is held below 20: with the small edits of most tasks the target entropy is out of reach, and α grows for ever.
+Here log α is held below 20: with most tasks' small edits the target entropy is out of reach, and α grows for ever.
 """
 
 import math
@@ -23,25 +22,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting, uniform_actions
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.denoiser import Denoiser, variance_preserving
 from common.errors import InputError
 from common.evaluate import Act, evaluate
-from common.networks import Adam, Polyak, TanhGaussian, compiled, frozen, glorot, mlp
+from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, with_presets
 
-Array = NDArray[np.float32]
 Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
 
 
@@ -193,22 +190,15 @@ class EXPO:
     def normal(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.randn(shape, generator=generator or self.generator, device=self.device)
 
-    def explore(self, num_envs: int) -> Array:
-        """Uniform random actions [num_envs, action_dim]."""
-        shape = (num_envs, self.action_dim)
-        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
-        return actions.cpu().numpy()
-
-    @torch.no_grad()
-    def act(self, obs: Array, deterministic: bool = False, generator: torch.Generator | None = None) -> Array:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim], the best of the candidates; they may lie outside of [-1, 1].
 
         `deterministic`: clipped, and with the same noise at every call unless a generator is given.
         """
-        fixed = torch.Generator(self.device).manual_seed(0) if deterministic else self.generator
-        generator, inputs = generator or fixed, torch.from_numpy(obs).to(self.device)
-        actions = self.best(inputs, self.candidates(self.base_average, inputs, generator), generator)
-        return (actions.clamp(-1.0, 1.0) if deterministic else actions).cpu().numpy()
+        generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
+        actions = self.best(obs, self.candidates(self.base_average, obs, generator), generator)
+        return actions.clamp(-1.0, 1.0) if deterministic else actions
 
     def for_evaluation(self) -> Act:
         """The policy as it is, drawn, with noise that is the same in every evaluation and of no use elsewhere."""
@@ -242,7 +232,7 @@ class EXPO:
 
     def subset(self, generator: torch.Generator) -> Tensor:
         """Which critics count this time: [target_critics], without replacement."""
-        return torch.randperm(self.args.critics, generator=generator, device=self.device)[: self.target_critics]
+        return torch.rand(self.args.critics, generator=generator, device=self.device).argsort()[: self.target_critics]
 
     @torch.no_grad()
     def best(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
@@ -309,30 +299,32 @@ class EXPO:
         self.follow_base()
         return metrics
 
-    def update(self, batch: Batch) -> Metrics:
+    def update(self, batch: Batch, online: bool = True) -> Metrics:
         """The critics step on each `batch_size` of the batch in turn; base policy, edits and α once, on the last."""
+        if not online:  # pre-training
+            return self.imitate(batch)
         candidates = self.candidates(self.base, batch.next_obs, self.generator)
         parts = zip(batch.slices(self.args.batch_size), candidates.split(self.args.batch_size, dim=1), strict=True)
         for part, for_part in parts:
             critic_loss, critic_metrics = self.critic_loss(part, for_part)
             self.critic_optimizer.descend(critic_loss)
             self.follow_critic()
-        base_metrics = self.imitate(part)
+        metrics = critic_metrics | self.imitate(part)
         if not self.edits:
-            return critic_metrics | base_metrics
+            return metrics
         edit_loss, log_prob, edit_metrics = self.edit_loss(part)
         self.edit_optimizer.descend(edit_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
         self.alpha_optimizer.descend(alpha_loss)
         self.log_alpha.data.clamp_(max=20.0)
-        return critic_metrics | base_metrics | edit_metrics | alpha_metrics
+        return metrics | edit_metrics | alpha_metrics
 
     def decay(self, step: int) -> None:
         """The learning rates of base and edit policy for the update that ends at `step`."""
         done = {self.base_optimizer: self.args.offline_steps + step, self.edit_optimizer: max(step, 0)}
         for optimizer, updates in done.items():
             passed = min(1.0, updates / self.args.decay_updates)
-            optimizer.param_groups[0]["lr"] = 0.5 * self.args.actor_lr * (1.0 + math.cos(math.pi * passed))
+            optimizer.lr = 0.5 * self.args.actor_lr * (1.0 + math.cos(math.pi * passed))
 
 
 def train(args: Args) -> None:
@@ -347,8 +339,11 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = EXPO(args, obs_dim, action_dim, run.device)
-    imitate = compiled(agent.imitate) if args.compile else agent.imitate
-    update = compiled(agent.update) if args.compile else agent.update
+    sizes = {False: args.batch_size, True: (args.utd or 1) * args.batch_size}
+    update = run.accelerated(
+        lambda online: agent.update(switch.sample(sizes[online], online, agent.generator), online), agent.generator
+    )
+    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:
@@ -362,13 +357,24 @@ def train(args: Args) -> None:
 
     metrics: Metrics = {}
     random_steps = 0 if args.offline_steps or args.init_from else args.random_steps or 0
+
+    def learn() -> None:
+        """What belongs to the last step: the base policy alone in pre-training; nothing while actions are random."""
+        nonlocal metrics
+        agent.decay(run.step)
+        for _ in range(1 if run.step <= 0 else args.num_envs if run.step > random_steps else 0):
+            with run.logger.timed("update"):
+                metrics = update(run.step > 0)
+
     while run.step < args.online_steps:
         # Act: no step of the environment in pre-training
         if run.step < 0:
             run.logger.count_update()
         else:
             with run.logger.timed("act"):
-                actions = agent.explore(args.num_envs) if run.step < random_steps else agent.act(obs)
+                actions = explore() if run.step < random_steps else act(obs)
+            if run.overlaps:
+                learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions.clip(-1.0, 1.0))
             switch.add(obs, actions, rewards, next_obs, terminations, truncations)  # as they were chosen, not clipped
@@ -376,15 +382,9 @@ def train(args: Args) -> None:
             run.logger.count(rewards, dones)
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
-        # Learn: the base policy alone in pre-training; nothing while actions are random; then everything
-        agent.decay(run.step)
-        if run.step <= 0:
-            with run.logger.timed("update"):
-                metrics = imitate(switch.sample(args.batch_size, run.step, agent.generator))
-        elif run.step > random_steps:
-            for _ in range(args.num_envs):
-                with run.logger.timed("update"):
-                    metrics = update(switch.sample((args.utd or 1) * args.batch_size, run.step, agent.generator))
+        # Learn
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

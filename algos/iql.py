@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import HALF_LOG_2PI, Adam, Polyak, compiled, mlp, orthogonal
+from common.networks import HALF_LOG_2PI, Adam, Polyak, mlp, orthogonal
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -162,14 +161,14 @@ class IQL:
         self.expectile, self.temperature, self.max_weight = args.expectile, args.temperature, args.max_weight
         self.args, self.device = args, device
 
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: drawn and clipped, or the mean."""
-        actions = self.actor(torch.from_numpy(obs).to(self.device))
-        if not deterministic:
-            noise = torch.randn(actions.shape, generator=self.generator, device=self.device)
-            actions = (actions + self.actor.clipped_log_std.exp() * noise).clamp(-1.0, 1.0)
-        return actions.cpu().numpy()
+        actions: Tensor = self.actor(obs)
+        if deterministic:
+            return actions
+        noise = torch.randn(actions.shape, generator=self.generator, device=self.device)
+        return (actions + self.actor.clipped_log_std.exp() * noise).clamp(-1.0, 1.0)
 
     def value_loss(self, batch: Batch, target_values: Tensor) -> tuple[Tensor, Metrics]:
         """Expectile regression of V on Q of the dataset's actions, eq. 5: L₂^τ(u) = |τ - 1(u < 0)| u²."""
@@ -215,7 +214,7 @@ class IQL:
         """The actor's learning rate for the update that ends at `step`: a cosine to 0 where nothing follows."""
         if not self.args.online_steps:
             passed = 1.0 + (step - 1) / self.args.offline_steps
-            self.actor_optimizer.param_groups[0]["lr"] = self.args.actor_lr * 0.5 * (1.0 + math.cos(math.pi * passed))
+            self.actor_optimizer.lr = self.args.actor_lr * 0.5 * (1.0 + math.cos(math.pi * passed))
 
 
 def train(args: Args) -> None:
@@ -227,7 +226,10 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = IQL(args, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    update = run.accelerated(
+        lambda online: agent.update(switch.sample(args.batch_size, online, agent.generator)), agent.generator
+    )
+    act = run.acting(agent)
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:
@@ -240,13 +242,24 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+
+    def learn() -> None:
+        """The updates that belong to the last step."""
+        nonlocal metrics
+        for _ in range(switch.updates(run.step)):
+            agent.decay(run.step)
+            with run.logger.timed("update"):
+                metrics = update(run.step > 0)
+
     while run.step < args.online_steps:
         # Act
         if run.step < 0:
             run.logger.count_update()
         else:
             with run.logger.timed("act"):
-                actions = agent.act(obs)
+                actions = act(obs)
+            if run.overlaps:
+                learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             switch.add(obs, actions, rewards, next_obs, terminations, truncations)
@@ -255,10 +268,8 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        for _ in range(switch.updates(run.step)):
-            agent.decay(run.step)
-            with run.logger.timed("update"):
-                metrics = update(switch.sample(args.batch_size, run.step, agent.generator))
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

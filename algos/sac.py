@@ -21,19 +21,18 @@ normal, learned more slowly here (docs/sac.md). In particular:
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting, uniform_actions
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, compiled, frozen, mlp
+from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
-from common.run import OnlineArgs, Run
+from common.run import OffPolicyArgs, OnlineArgs, Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 
@@ -41,7 +40,7 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 
 
 @dataclass
-class Args(OnlineArgs):
+class Args(OnlineArgs, OffPolicyArgs):
     may_be_zero = ("learning_starts",)
 
     # Networks
@@ -115,18 +114,11 @@ class SAC:
         self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
         self.target_entropy = -float(action_dim)
 
-    def explore(self, num_envs: int) -> NDArray[np.float32]:
-        """Uniform random actions [num_envs, action_dim]."""
-        shape = (num_envs, self.action_dim)
-        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
-        return actions.cpu().numpy()
-
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(torch.from_numpy(obs).to(self.device))
-        actions = policy.mode if deterministic else policy.sample(self.generator)
-        return actions.cpu().numpy()
+        policy = self.actor(obs)
+        return policy.mode if deterministic else policy.sample(self.generator)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Soft Bellman residual of every critic, eq. 5 and 6."""
@@ -173,7 +165,8 @@ def train(args: Args) -> None:
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = SAC(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    update = run.accelerated(lambda: agent.update(buffer.sample(args.batch_size, agent.generator)), agent.generator)
+    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
     saved = run.open()
     run.logger.say(str(buffer))
@@ -187,10 +180,20 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+
+    def learn() -> None:
+        """The updates that belong to the last step."""
+        nonlocal metrics
+        for _ in range(args.utd * args.num_envs if run.step > args.learning_starts else 0):
+            with run.logger.timed("update"):
+                metrics = update()
+
     while run.step < args.total_steps:
         # Act
         with run.logger.timed("act"):
-            actions = agent.explore(args.num_envs) if run.step < args.learning_starts else agent.act(obs)
+            actions = explore() if run.step < args.learning_starts else act(obs)
+        if run.overlaps:
+            learn()
         with run.logger.timed("env_step"):
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
         buffer.add(obs, actions, rewards, next_obs, terminations)
@@ -199,10 +202,8 @@ def train(args: Args) -> None:
         obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if run.step > args.learning_starts:
-            for _ in range(args.utd * args.num_envs):
-                with run.logger.timed("update"):
-                    metrics = update(buffer.sample(args.batch_size, agent.generator))
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

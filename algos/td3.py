@@ -18,18 +18,17 @@ Where public versions differ:
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting, uniform_actions
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, compiled, frozen, mlp
+from common.networks import Adam, Polyak, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
-from common.run import OnlineArgs, Run
+from common.run import OffPolicyArgs, OnlineArgs, Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 
@@ -37,7 +36,7 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 
 
 @dataclass
-class Args(OnlineArgs):
+class Args(OnlineArgs, OffPolicyArgs):
     may_be_zero = ("learning_starts", "exploration_noise", "target_noise", "target_noise_clip")
 
     # Networks
@@ -123,23 +122,17 @@ class TD3:
         self.target_noise, self.target_noise_clip = args.target_noise, args.target_noise_clip
         self.updates = 0
 
-    def explore(self, num_envs: int) -> NDArray[np.float32]:
-        """Uniform random actions [num_envs, action_dim]."""
-        shape = (num_envs, self.action_dim)
-        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
-        return actions.cpu().numpy()
-
     def noise(self, actions: Tensor, scale: float) -> Tensor:
         """Gaussian noise of the actions' shape."""
         return scale * torch.randn(actions.shape, generator=self.generator, device=self.device)
 
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: the policy's, with noise for exploration or without."""
-        actions = self.actor(torch.from_numpy(obs).to(self.device))
-        if not deterministic:
-            actions = (actions + self.noise(actions, self.exploration_noise)).clamp(-1.0, 1.0)
-        return actions.cpu().numpy()
+        actions: Tensor = self.actor(obs)
+        if deterministic:
+            return actions
+        return (actions + self.noise(actions, self.exploration_noise)).clamp(-1.0, 1.0)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Squared Bellman error of every critic; clipped double Q (eq. 10), target policy smoothing (eq. 15)."""
@@ -162,12 +155,16 @@ class TD3:
         loss = -value.mean()
         return loss, {"losses/actor": loss.detach()}
 
-    def update(self, batch: Batch) -> Metrics:
-        """One gradient step of the critics, and at every `policy_delay`-th of the actor (the paper's algorithm 1)."""
+    def actor_is_due(self) -> bool:
+        """Counts an update; at every `policy_delay`-th the actor moves too."""
+        self.updates += 1
+        return self.updates % self.policy_delay == 0
+
+    def update(self, batch: Batch, with_actor: bool) -> Metrics:
+        """One gradient step of the critics, and where it is due of the actor (the paper's algorithm 1)."""
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.descend(critic_loss)
-        self.updates += 1
-        if self.updates % self.policy_delay == 0:
+        if with_actor:
             actor_loss, actor_metrics = self.actor_loss(batch)
             self.actor_optimizer.descend(actor_loss)
             self.follow_actor()
@@ -184,7 +181,10 @@ def train(args: Args) -> None:
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = TD3(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    update = run.accelerated(
+        lambda with_actor: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor), agent.generator
+    )
+    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
     saved = run.open()
     run.logger.say(str(buffer))
@@ -198,10 +198,19 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+
+    def learn() -> None:
+        """The updates that belong to the last step."""
+        for _ in range(args.utd * args.num_envs if run.step > args.learning_starts else 0):
+            with run.logger.timed("update"):
+                metrics.update(update(agent.actor_is_due()))
+
     while run.step < args.total_steps:
         # Act
         with run.logger.timed("act"):
-            actions = agent.explore(args.num_envs) if run.step < args.learning_starts else agent.act(obs)
+            actions = explore() if run.step < args.learning_starts else act(obs)
+        if run.overlaps:
+            learn()
         with run.logger.timed("env_step"):
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
         buffer.add(obs, actions, rewards, next_obs, terminations)
@@ -210,10 +219,8 @@ def train(args: Args) -> None:
         obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if run.step > args.learning_starts:
-            for _ in range(args.utd * args.num_envs):
-                with run.logger.timed("update"):
-                    metrics |= update(buffer.sample(args.batch_size, agent.generator))
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

@@ -16,16 +16,15 @@ and equation numbers below are TD3's (Fujimoto, van Hoof and Meger 2018, arXiv 1
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, compiled, frozen, mlp
+from common.networks import Adam, Polyak, frozen, mlp
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch
 from common.run import Run
@@ -120,13 +119,13 @@ class TD3BC:
         """Gaussian noise of the actions' shape."""
         return scale * torch.randn(actions.shape, generator=self.generator, device=self.device)
 
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: the policy's, with noise for exploration or without."""
-        actions = self.actor(self.obs_normalizer(torch.from_numpy(obs).to(self.device)))
-        if not deterministic:
-            actions = (actions + self.noise(actions, self.args.exploration_noise)).clamp(-1.0, 1.0)
-        return actions.cpu().numpy()
+        actions: Tensor = self.actor(self.obs_normalizer(obs))
+        if deterministic:
+            return actions
+        return (actions + self.noise(actions, self.args.exploration_noise)).clamp(-1.0, 1.0)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Squared Bellman error of every critic; clipped double Q (eq. 10), target policy smoothing (eq. 15)."""
@@ -153,13 +152,17 @@ class TD3BC:
         loss = imitation - weight * value.mean()
         return loss, {"losses/actor": loss.detach(), "losses/imitation": imitation.detach(), "charts/weight": weight}
 
-    def update(self, batch: Batch) -> Metrics:
-        """One gradient step of the critics, and at every `policy_delay`-th of the actor (TD3's algorithm 1)."""
+    def actor_is_due(self) -> bool:
+        """Counts an update; at every `policy_delay`-th the actor moves too."""
+        self.updates += 1
+        return self.updates % self.args.policy_delay == 0
+
+    def update(self, batch: Batch, with_actor: bool) -> Metrics:
+        """One gradient step of the critics, and where it is due of the actor (TD3's algorithm 1)."""
         batch = batch._replace(obs=self.obs_normalizer(batch.obs), next_obs=self.obs_normalizer(batch.next_obs))
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.descend(critic_loss)
-        self.updates += 1
-        if self.updates % self.args.policy_delay == 0:
+        if with_actor:
             actor_loss, actor_metrics = self.actor_loss(batch)
             self.actor_optimizer.descend(actor_loss)
             self.follow_actor()
@@ -177,7 +180,11 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = TD3BC(args, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    update = run.accelerated(
+        lambda online, with_actor: agent.update(switch.sample(args.batch_size, online, agent.generator), with_actor),
+        agent.generator,
+    )
+    act = run.acting(agent)
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:
@@ -191,13 +198,22 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+
+    def learn() -> None:
+        """The updates that belong to the last step."""
+        for _ in range(switch.updates(run.step)):
+            with run.logger.timed("update"):
+                metrics.update(update(run.step > 0, agent.actor_is_due()))
+
     while run.step < args.online_steps:
         # Act
         if run.step < 0:
             run.logger.count_update()
         else:
             with run.logger.timed("act"):
-                actions = agent.act(obs)
+                actions = act(obs)
+            if run.overlaps:
+                learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             switch.add(obs, actions, rewards, next_obs, terminations, truncations)
@@ -206,9 +222,8 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        for _ in range(switch.updates(run.step)):
-            with run.logger.timed("update"):
-                metrics |= update(switch.sample(args.batch_size, run.step, agent.generator))
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

@@ -27,17 +27,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from common.acting import acting, uniform_actions
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.errors import InputError
 from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, compiled, frozen, mlp, orthogonal
+from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -194,18 +193,11 @@ class WSRL:
         self.args, self.device, self.action_dim = args, device, action_dim
         self.target_entropy = -float(action_dim)
 
-    def explore(self, num_envs: int) -> NDArray[np.float32]:
-        """Uniform random actions [num_envs, action_dim]."""
-        shape = (num_envs, self.action_dim)
-        actions = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
-        return actions.cpu().numpy()
-
-    @torch.no_grad()
-    def act(self, obs: NDArray[np.float32], deterministic: bool = False) -> NDArray[np.float32]:
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(torch.from_numpy(obs).to(self.device))
-        actions = policy.mode if deterministic else policy.sample(self.generator)
-        return actions.cpu().numpy()
+        policy = self.actor(obs)
+        return policy.mode if deterministic else policy.sample(self.generator)
 
     def samples(self, policy: TanhGaussian, count: int) -> tuple[Tensor, Tensor]:
         """Actions [count, batch, action_dim] and their log-probabilities [count, batch]."""
@@ -341,7 +333,11 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = WSRL(args, obs_dim, action_dim, run.device)
-    update = compiled(agent.update) if args.compile else agent.update
+    sizes = {False: args.batch_size, True: args.utd * args.batch_size}
+    update = run.accelerated(
+        lambda online: agent.update(switch.sample(sizes[online], online, agent.generator), online), agent.generator
+    )
+    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
     saved = switch.open(run, obs_dim, action_dim)
     if saved:
@@ -355,7 +351,17 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
-    online_batch = args.utd * args.batch_size
+
+    def learn() -> None:
+        """What belongs to the last step: pre-training; nothing in the warm-up; online learning."""
+        nonlocal metrics
+        online = run.step > 0
+        if online and not (run.step > max(args.warmup_steps, sizes[True]) and switch.updates(run.step)):
+            return
+        for _ in range(args.num_envs if online else 1):
+            with run.logger.timed("update"):
+                metrics = update(online)
+
     while run.step < args.online_steps:
         # Act: no step of the environment in pre-training
         if run.step < 0:
@@ -363,7 +369,9 @@ def train(args: Args) -> None:
         else:
             with run.logger.timed("act"):
                 random = args.warmup == "random" and run.step < args.warmup_steps
-                actions = agent.explore(args.num_envs) if random else agent.act(obs)
+                actions = explore() if random else act(obs)
+            if run.overlaps:
+                learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             switch.add(obs, actions, rewards, next_obs, terminations, truncations)
@@ -371,14 +379,9 @@ def train(args: Args) -> None:
             run.logger.count(rewards, dones)
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
-        # Learn: pre-training; nothing in the warm-up; online
-        if run.step <= 0:
-            with run.logger.timed("update"):
-                metrics = update(switch.sample(args.batch_size, run.step, agent.generator), online=False)
-        elif run.step > max(args.warmup_steps, online_batch) and switch.updates(run.step):
-            for _ in range(args.num_envs):
-                with run.logger.timed("update"):
-                    metrics = update(switch.sample(online_batch, run.step, agent.generator), online=True)
+        # Learn
+        if not run.overlaps:
+            learn()
 
         # Report
         if run.due(1_000):

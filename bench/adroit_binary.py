@@ -25,7 +25,7 @@ import numpy as np
 
 from common.command_line import command_line
 from common.errors import InputError
-from common.run import commit, versions
+from common.provenance import commit, versions
 from offline.dataset import Dataset, load
 from offline.environments import BINARY, solved
 from offline.write import Transitions, recipe_at, write_d4rl

@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from common.run import versions
+from common.provenance import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = {"ours": ".venv", "d3rlpy": ".venv-d3rlpy", "qlearning_dataset": ".venv-d3rlpy"}

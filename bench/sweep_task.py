@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import replacing
-from common.run import commit, versions
+from common.provenance import commit, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("config.json", "evaluations.csv", "DONE")  # in this order: what is done has all of them

@@ -221,6 +221,21 @@ class Adam(torch.optim.Adam):
         for state in states:
             state["step"] = self.step_count
         self._means, self._squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        # A tensor, so that a CUDA graph reads it anew at each step; the kernels' own precision.
+        precision = torch.float64 if self.step_count.device.type == "cpu" else torch.float32
+        self._lr = torch.tensor(self.lr, dtype=precision, device=self.step_count.device)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        rate: float = self.param_groups[0]["lr"]
+        return rate
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        if rate != self.lr:
+            self.param_groups[0]["lr"] = rate
+            self._lr.fill_(rate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -244,7 +259,7 @@ class Adam(torch.optim.Adam):
             self.step_count += 1
             torch._fused_adamw_(
                 parameters, gradients, self._means, self._squares, [], [self.step_count] * len(parameters),
-                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+                lr=self._lr, beta1=beta1, beta2=beta2, eps=group["eps"],
                 weight_decay=group["weight_decay"], amsgrad=False, maximize=False, grad_scale=scale,
             )  # fmt: skip
 

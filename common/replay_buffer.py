@@ -91,13 +91,24 @@ class ReplayBuffer:
                     f"(at most {int(free / self.num_bytes * capacity):,})"
                 )
             self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
-        self.added = 0  # transitions ever added: the next goes to row added % capacity
+        self.size = torch.zeros((), dtype=torch.int64, device=self.device)  # len(self), for what runs on the device
+        self.added = 0
         self._saved = 0  # of these, how many the checkpoint holds
         self._segments: list[_Segment] = []
 
     @property
     def num_bytes(self) -> int:
         return 4 * self.capacity * sum(self.widths)
+
+    @property
+    def added(self) -> int:
+        """Transitions ever added: the next goes to row added % capacity."""
+        return self._added
+
+    @added.setter
+    def added(self, added: int) -> None:
+        self._added = added
+        self.size.fill_(len(self))
 
     def __len__(self) -> int:
         return min(self.added, self.capacity)
@@ -119,13 +130,12 @@ class ReplayBuffer:
         Raises InputError where shapes do not fit, RunError where a number is not finite.
         """
         rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations, *returns_to_go)
-        n = len(rows)
-        self.rows.index_copy_(0, self._ring(self.added, self.added + n), torch.from_numpy(rows).to(self.device))
-        self.added += n
+        self._put(self.added, torch.from_numpy(rows))
+        self.added += len(rows)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
         """`batch_size` transitions, uniform with replacement; `generator` is on the buffer's device."""
-        return self.at(torch.randint(len(self), (batch_size,), generator=generator, device=self.device))
+        return self.at(uniform(self.size, batch_size, generator))
 
     def at(self, where: Tensor) -> Batch:
         """The transitions in the rows `where` [batch], an integer tensor on the buffer's device."""
@@ -179,7 +189,7 @@ class ReplayBuffer:
                 raise InputError(f"{path} is missing or damaged: delete the run folder to start afresh")
             first = max(segment.first, self.added - self.capacity)
             kept = np.frombuffer(data, np.float32).reshape(segment.rows, -1)[first - segment.first :]
-            self.rows[self._ring(first, segment.end)] = torch.from_numpy(kept.copy()).to(self.device)
+            self._put(first, torch.from_numpy(kept.copy()))
 
     def _mapped(self, file: Path) -> Tensor:
         if self.device.type != "cpu":
@@ -188,6 +198,14 @@ class ReplayBuffer:
             os.truncate(file, self.num_bytes)  # room for what is added, which takes no space on the disk
         width = sum(self.widths)
         return torch.from_file(str(file), shared=False, size=self.capacity * width).view(self.capacity, width)
+
+    def _put(self, first: int, rows: Tensor) -> None:
+        """Rows of the transitions from number `first` on, of which no more than `capacity` stay."""
+        gone = max(0, len(rows) - self.capacity)
+        first, rows = (first + gone) % self.capacity, rows[gone:]
+        until_end = self.capacity - first
+        for place, part in ((first, rows[:until_end]), (0, rows[until_end:])):
+            self.rows[place : place + len(part)].copy_(part, non_blocking=True)
 
     def _ring(self, first: int, last: int) -> Tensor:
         return (torch.arange(first, last) % self.capacity).to(self.device)
@@ -207,6 +225,12 @@ class _Segment(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.first:012d}.rows"
+
+
+def uniform(size: Tensor | int, count: int, generator: torch.Generator) -> Tensor:
+    """[count] integers below `size`, which a CUDA graph reads anew each time where it is a tensor."""
+    # The remainder of so wide a range prefers no number by more than size / 2^62.
+    return torch.randint(2**62, (count,), generator=generator, device=generator.device) % size
 
 
 def free_memory(device: torch.device) -> int:

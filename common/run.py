@@ -3,28 +3,30 @@
 import contextlib
 import dataclasses
 import fcntl
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from common import checkpoint
+from common.acting import Agent
 from common.errors import InputError, RunError
+from common.evaluate import Act
+from common.graph import Captured
 from common.logger import Logger, start_wandb
+from common.networks import compiled
 from common.onednn import keep_freed_memory
+from common.provenance import commit, hardware, versions
 from common.replay_buffer import ReplayBuffer
 
+R = TypeVar("R")
 MAY_DIFFER = ("run_dir", "track")  # arguments that change where a run is written, not what it computes
 
 
@@ -47,6 +49,8 @@ class RunArgs:
     """Where networks and replay buffer live; auto takes CUDA when it is there."""
     compile: bool = False
     """Run the update through torch.compile."""
+    cuda_graph: bool = True
+    """On CUDA, run the update, and acting, as captured graphs, which launch all their kernels at once."""
     run_dir: Path | None = None
     """Run folder; runs/<algorithm>__<env>__<seed> unless given."""
     eval_every: int = 5_000
@@ -82,6 +86,15 @@ class RunArgs:
                     raise InputError(f"{flag} is {value}: give a number above 0")
                 if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau", "gae_lambda", "top"):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")
+
+
+@dataclasses.dataclass
+class OffPolicyArgs(RunArgs):
+    """What every algorithm takes that learns while it acts."""
+
+    overlap: bool | None = None
+    """Act before the last step's updates instead of behind them, so that the device learns while the environment
+    steps: on CUDA unless given."""
 
 
 @dataclasses.dataclass
@@ -127,7 +140,7 @@ class Run:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         config = self.folder / "config.json"
         if not config.exists():
-            facts = self.config | {"commit": commit(), "hardware": _hardware(self.device)}
+            facts = self.config | {"commit": commit(), "hardware": hardware(self.device)}
             with checkpoint.replacing(config) as file:
                 file.write(json.dumps(facts, indent=2).encode())
         path = self.folder / "checkpoint" / "state.pt"
@@ -151,6 +164,34 @@ class Run:
     def step(self) -> int:
         """Environment steps so far, or less than zero: gradient steps to go on the dataset alone."""
         return self.logger.step
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the updates that belong to the present step wait until the next action is chosen."""
+        asked = self.args.overlap if isinstance(self.args, OffPolicyArgs) else False
+        return self.step > 0 and (self.device.type == "cuda" if asked is None else asked)
+
+    def accelerated(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
+        """The function, compiled where that is asked for, and as CUDA graphs where there is CUDA.
+
+        `common.graph.Captured` says what it may do. `generator` is the one that it draws from.
+        """
+        if self.args.compile:
+            function = compiled(function)
+        return Captured(function, generator) if self._captures else function
+
+    def acting(self, agent: Agent) -> Act:
+        """The agent's `act`, for training."""
+        act: Act = agent.act
+        if not self._captures:
+            return act
+        method: Callable[..., torch.Tensor] = act.__wrapped__  # type: ignore[attr-defined]
+        actions = Captured(torch.no_grad()(method), agent.generator)
+        return lambda obs: actions(agent, torch.from_numpy(obs)).to("cpu", copy=True).numpy()
+
+    @property
+    def _captures(self) -> bool:
+        return self.device.type == "cuda" and self.args.cuda_graph
 
     def due(self, every: int) -> bool:
         """Whether a multiple of `every` was reached since the loop's last turn, or the end."""
@@ -244,25 +285,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda, but PyTorch sees no CUDA device here: give --device cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")}
-    return {"python": platform.python_version()} | packages
-
-
-def commit() -> str:
-    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it must not write into the repository
-    described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
-    return described.stdout.strip() or "unknown"
-
-
-def _hardware(device: torch.device) -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    cpu = models[0] if models else platform.processor()
-    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 
 def _refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from common.command_line import command_line
 from common.errors import InputError, require_finite
+from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
-from common.run import commit, versions
 from envs.make import make, make_vector, seeds
 from offline.policies import Array, Policy, RunFolder, load_policy, read_run
 from offline.recording import trusted_environment

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from common import checkpoint
 from common.errors import InputError
-from common.replay_buffer import Batch, ReplayBuffer, pack
-from common.run import Run, RunArgs
+from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
+from common.run import OffPolicyArgs, Run
 from offline.dataset import load, read
 from offline.scores import normalized
 
@@ -32,7 +32,7 @@ Array = NDArray[np.float32]
 
 
 @dataclass
-class OfflineArgs(RunArgs):
+class OfflineArgs(OffPolicyArgs):
     """What every algorithm takes that begins with a dataset."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("offline_steps", "online_steps", "warmup_steps")
@@ -272,9 +272,9 @@ class Switch:
         """At every multiple of --eval-every, and on both sides of the switch."""
         return run.due(self.args.eval_every) or 0 <= run.step <= self.args.num_envs
 
-    def sample(self, batch_size: int, step: int, generator: torch.Generator) -> Batch:
-        """A batch for an update of the step that ended at `step`."""
-        if step <= 0:
+    def sample(self, batch_size: int, online: bool, generator: torch.Generator) -> Batch:
+        """A batch for an update, before the switch or behind it; all on the device, as in a CUDA graph."""
+        if not online:
             return self._from_dataset(batch_size, generator, self._returns_to_go)
         if self.args.retain == "none":
             return self.online.sample(batch_size, generator)
@@ -297,7 +297,7 @@ class Switch:
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Uniform over the rows of both buffers, as if they were one."""
         data, online = self.dataset.buffer, self.online
-        where = torch.randint(len(data) + len(online), (batch_size,), generator=generator, device=data.device)
+        where = uniform(online.size + len(data), batch_size, generator)
         to_go = self._returns_to_go if self.online_returns else None
         parts = self._data_at(where.clamp(max=len(data) - 1), to_go), online.at((where - len(data)).clamp(min=0))
         from_data = where < len(data)

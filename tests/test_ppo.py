@@ -193,9 +193,7 @@ def test_evaluation_uses_the_statistics_and_leaves_them(small):
 
 def test_learning_rate_falls_linearly(small, monkeypatch: pytest.MonkeyPatch):
     rates, update = [], PPO.update
-    monkeypatch.setattr(
-        PPO, "update", lambda self, r: rates.append(self.optimizer.param_groups[0]["lr"]) or update(self, r)
-    )
+    monkeypatch.setattr(PPO, "update", lambda self, *args: rates.append(self.optimizer.lr) or update(self, *args))
     ppo.train(small("ppo", total_steps=200, rollout_steps=50))
     np.testing.assert_allclose(rates, 3e-4 * np.array([1.0, 0.75, 0.5, 0.25]))
 
@@ -205,7 +203,7 @@ def test_steps_of_every_round(
     small, monkeypatch: pytest.MonkeyPatch, num_envs: int, total_steps: int, sizes: list[int]
 ):
     rounds, update = [], PPO.update
-    monkeypatch.setattr(PPO, "update", lambda self, r: rounds.append(r) or update(self, r))
+    monkeypatch.setattr(PPO, "update", lambda self, r, step: rounds.append(r) or update(self, r, step))
     ppo.train(small("ppo", total_steps=total_steps, num_envs=num_envs, rollout_steps=50))
     assert [r.rewards.size for r in rounds] == sizes
     joined = np.concatenate([r.next_obs for r in rounds])[:-1] == np.concatenate([r.obs for r in rounds])[1:]

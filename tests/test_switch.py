@@ -46,7 +46,7 @@ def switch(tmp_path: Path) -> Any:
 
 
 def sampled(switch: Switch, size: int, step: int, seed: int = 0) -> list[float]:
-    return switch.sample(size, step, torch.Generator().manual_seed(seed)).obs[:, 0].tolist()
+    return switch.sample(size, step > 0, torch.Generator().manual_seed(seed)).obs[:, 0].tolist()
 
 
 @pytest.mark.parametrize("retain", ["none", "append", "mix"])
@@ -79,7 +79,7 @@ def test_mix_has_a_fixed_share_spread_evenly(switch: Any, ratio: float, size: in
 
 def test_fields_of_a_mixed_batch_stay_together(switch: Any) -> None:
     for retain in ("append", "mix"):
-        batch = switch(retain=retain).sample(500, 1, torch.Generator().manual_seed(0))
+        batch = switch(retain=retain).sample(500, True, torch.Generator().manual_seed(0))
         online = batch.obs[:, 0] >= 1000
         assert torch.equal(batch.next_obs[online], batch.obs[online])  # as `switch` made them
         assert torch.equal(batch.rewards[online], batch.obs[online, 0])
@@ -162,8 +162,8 @@ class TestReturnsToGo:
         of_data = dict(zip(made.dataset.column("obs")[:, 0], made.dataset.return_to_go(0.9), strict=True))
         rows = made.online.at(torch.arange(len(made.online)))
         of_online = dict(zip(rows.next_obs[:, 0].tolist(), rows.returns_to_go.tolist(), strict=True))
-        for step in (0, 1):
-            batch = made.sample(200, step, torch.Generator().manual_seed(0))
+        for online in (False, True):
+            batch = made.sample(200, online, torch.Generator().manual_seed(0))
             for obs, next_obs, action, to_go in zip(
                 batch.obs[:, 0].tolist(), batch.next_obs[:, 0].tolist(), batch.rewards.tolist(),
                 batch.returns_to_go.tolist(), strict=True,

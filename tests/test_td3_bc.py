@@ -120,7 +120,7 @@ def test_actor_and_targets_move_at_every_second_update_only() -> None:
     agent, batch = make_agent(tau=0.1), make_batch()
     for update in range(1, 7):
         before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
-        agent.update(batch)
+        agent.update(batch, agent.actor_is_due())
         for name, parameter in parameters(agent):
             network, _, rest = name.partition(".")
             assert torch.equal(parameter, before[name]) == (update % 2 == 1 and network != "critic"), (update, name)
@@ -135,8 +135,8 @@ def test_updates_see_both_observations_normalised() -> None:
     agent.obs_normalizer.set_statistics(MEAN, DEVIATION)
     by_hand = {name: torch.from_numpy(normalised(getattr(batch, name).numpy())) for name in ("obs", "next_obs")}
     for _ in range(4):
-        agent.update(batch)
-        other.update(batch._replace(**by_hand))
+        agent.update(batch, agent.actor_is_due())
+        other.update(batch._replace(**by_hand), other.actor_is_due())
     for (name, one), (_, two) in zip(parameters(agent), parameters(other), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-9, msg=name)
 
@@ -168,7 +168,7 @@ def test_critics_reach_the_values_of_a_known_mdp() -> None:
     obs = buffer.rows[:, :3].numpy()
     agent.obs_normalizer.set_statistics(obs.mean(0), obs.std(0))
     for _ in range(1_500):
-        agent.update(buffer.sample(64, agent.generator))
+        agent.update(buffer.sample(64, agent.generator), agent.actor_is_due())
     batch = buffer.sample(300, agent.generator)
     found = agent.critic(agent.obs_normalizer(batch.obs), batch.actions)
     expected = batch.obs @ torch.tensor([4 / 3, 2 / 3, 5.0]) / 100.0
@@ -188,7 +188,7 @@ def test_policy_reaches_the_balance_of_a_known_bandit(alpha: float) -> None:
     buffer.add(obs, actions, 5.0 + actions.sum(1), obs, np.ones(2_000))
     found = []
     for _ in range(2_000):
-        agent.update(buffer.sample(64, agent.generator))
+        agent.update(buffer.sample(64, agent.generator), agent.actor_is_due())
         found.append(agent.act(np.ones((1, 3), np.float32), deterministic=True)[0])
     expected = (np.sqrt(25 + 8 * alpha) - 5) / 4  # 0.002 and 0.427
     np.testing.assert_allclose(np.mean(found[-500:], axis=0), [expected] * 2, atol=0.03)
@@ -202,11 +202,11 @@ def test_a_restored_agent_goes_on_bit_for_bit() -> None:
     parts = rng.normal(size=(100, 3)), rng.uniform(-1, 1, (100, 2)), rng.normal(size=100), rng.normal(size=(100, 3))
     buffer.add(*parts, np.zeros(100))
     for _ in range(3):
-        agent.update(buffer.sample(16, agent.generator))
+        agent.update(buffer.sample(16, agent.generator), agent.actor_is_due())
     restore(other, copy.deepcopy(state_of(agent)))  # as from a file: nothing shared
     for each in (agent, other):
         for _ in range(3):
-            each.update(buffer.sample(16, each.generator))
+            each.update(buffer.sample(16, each.generator), each.actor_is_due())
     assert same(state_of(agent), state_of(other))
 
 

@@ -1,0 +1,54 @@
+"""From arrays of observations to arrays of actions, by methods written in tensors."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+P = ParamSpec("P")
+
+
+class OnDevice(Protocol):
+    device: torch.device
+
+
+class Agent(Protocol):
+    """What `acting` made of an agent; its random numbers are all from its generator."""
+
+    generator: torch.Generator
+
+    @property
+    def act(self) -> Any: ...
+
+
+A = TypeVar("A", bound=OnDevice)
+
+
+def acting(
+    method: Callable[Concatenate[A, Tensor, P], Tensor],
+) -> Callable[Concatenate[A, NDArray[Any], P], NDArray[np.float32]]:
+    """A method from obs [n, obs_dim] to actions [n, action_dim], tensors on the agent's device, as one of arrays.
+
+    No gradient is kept. What it was is its `__wrapped__`.
+    """
+
+    @functools.wraps(method)
+    @torch.no_grad()
+    def act(agent: A, obs: NDArray[Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[np.float32]:
+        actions: NDArray[np.float32] = (
+            method(agent, torch.from_numpy(obs).to(agent.device), *args, **kwargs).cpu().numpy()
+        )
+        return actions
+
+    return act
+
+
+def uniform_actions(num_envs: int, action_dim: int, generator: torch.Generator) -> NDArray[np.float32]:
+    """Random actions [num_envs, action_dim] in [-1, 1]."""
+    actions = 2.0 * torch.rand((num_envs, action_dim), generator=generator, device=generator.device) - 1.0
+    array: NDArray[np.float32] = actions.cpu().numpy()
+    return array

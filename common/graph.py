@@ -1,0 +1,84 @@
+"""Functions on a CUDA device as CUDA graphs.
+
+These networks are so small that launching an update's kernels one by one, a hundred and more, takes several times as
+long as the kernels themselves. A graph launches all of them as one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+WARM_UP = 3  # calls that run as ever before one is recorded: libraries choose their kernels, the compiler compiles
+
+
+class Graph(Protocol):
+    """What `Captured` needs of a graph: `CUDAGraph`, and in the tests one on the CPU."""
+
+    def __init__(self, generator: torch.Generator) -> None: ...
+
+    def record(self, function: Callable[[], R]) -> R:
+        """Notes what the function does on the device, without doing it; returns where its results will be."""
+
+    def replay(self) -> None:
+        """Does what was noted."""
+
+
+class CUDAGraph:
+    """PyTorch's; its random numbers come from `generator`, each time from where that stands."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(generator)
+
+    def record(self, function: Callable[[], R]) -> R:
+        with torch.cuda.graph(self.graph):
+            return function()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class Captured(Generic[R]):
+    """Calls `function`, the first times as ever, then as a graph: one for each set of constants and of shapes.
+
+    Tensors among the arguments are copied to where the graph reads them; results are where it writes them, so that the
+    next call of the same kind overwrites them. All that the function does must be on the device, change tensors in
+    place, and wait for no number; what it does in Python beside that, a graph does not do again.
+    """
+
+    def __init__(self, function: Callable[..., R], generator: torch.Generator, graph: type[Graph] = CUDAGraph) -> None:
+        self.function, self.generator, self.graph = function, generator, graph
+        self._kinds: dict[tuple[Any, ...], _Kind[R]] = {}
+
+    def __call__(self, *arguments: Any) -> R:
+        key = tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
+        if key not in self._kinds:
+            # Copies, as the graph reads them again and again where they lie.
+            own = [a.to(self.generator.device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
+            tensors = [a for a in own if isinstance(a, Tensor)]
+            self._kinds[key] = _Kind(partial(self.function, *own), tensors, self.graph(self.generator))
+        return self._kinds[key]([a for a in arguments if isinstance(a, Tensor)])
+
+
+class _Kind(Generic[R]):
+    """The calls with the same constants and shapes."""
+
+    def __init__(self, call: Callable[[], R], inputs: list[Tensor], graph: Graph) -> None:
+        self.call, self.inputs, self.graph = call, inputs, graph
+        self.calls = 0
+        self.results: R
+
+    def __call__(self, inputs: list[Tensor]) -> R:
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        self.calls += 1
+        if self.calls <= WARM_UP:
+            return self.call()
+        if self.calls == WARM_UP + 1:
+            self.results = self.graph.record(self.call)
+        self.graph.replay()
+        return self.results

@@ -1,0 +1,30 @@
+"""What made a result: versions, commit and hardware."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")}
+    return {"python": platform.python_version()} | packages
+
+
+def commit() -> str:
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it must not write into the repository
+    described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    cpu = models[0] if models else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
