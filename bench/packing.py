@@ -15,8 +15,9 @@ from pathlib import Path
 import tyro
 
 from bench.alternate import Contender, Slice, contest
+from bench.machine import processor, versions
 from bench.rounds import write_rounds
-from bench.speed import FOREVER, LEARNING_STARTS, ROOT, WARM_UP_TIMEOUT, environment, has_losses, processor, versions
+from bench.speed import FOREVER, LEARNING_STARTS, ROOT, WARM_UP_TIMEOUT, environment, has_losses
 from bench.step_counter import counted
 
 ALONE = "one run of all threads"

@@ -4,6 +4,7 @@
 python bench/speed.py                        # SAC on HalfCheetah-v4, as `make speed` runs it
 python bench/speed.py --num-envs 4 --peers sb3
 python bench/speed.py --algo cql             # on a dataset, beside d3rlpy
+python bench/speed.py --device cuda          # ours as one graph an update and without, beside the peers on the GPU
 
 Online: the same environment, networks, batch, number of critics, updates per step and random first steps; steps are
 counted inside the environment (`bench/step_counter.py`). Offline: the same dataset, networks, batch, number of critics
@@ -31,6 +32,7 @@ import tyro
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import PRODUCTS
 from bench.load import make_file
+from bench.machine import accelerator, processor, versions
 from bench.rounds import report, write_rounds
 from bench.step_counter import counted
 
@@ -41,8 +43,6 @@ ROLLOUT = 2048  # PPO's steps of a round, of all environments together
 TRANSITIONS = 1_000_000  # of the dataset, where none is given: as many as in most of D4RL's
 WARM_UPDATES = 100  # where nothing is compiled
 WARM_UP_TIMEOUT = 900.0
-PACKAGES = ["torch", "numpy", "gymnasium", "mujoco"]
-PACKAGES += ["stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax", "d3rlpy"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,8 @@ class Args:
     """How long each runs in a round."""
     peers: tuple[Literal["sb3", "sbx", "d3rlpy", "loop"], ...] = ("sb3", "sbx", "d3rlpy", "loop")
     """Whom to run beside ours, of those that have the algorithm."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where all of them compute."""
     peers_python: Path | None = None
     """The Python that has them installed; that of .venv-peers or .venv-d3rlpy unless given."""
     ours: str = ""
@@ -151,15 +153,17 @@ class Args:
     """Where the raw rounds go; by default results/speed/<algorithm>-<environment>-<time>.csv."""
 
 
-def environment() -> dict[str, str]:
-    """The environment variables of every program: no GPU (the peers' JAX has none) and nobody's thread settings."""
+def environment(device: str = "cpu") -> dict[str, str]:
+    """The environment variables of every program: nobody's thread settings, and on the CPU no GPU."""
     env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
-    return {**env, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
+    return env | {"PYTHONPATH": str(ROOT)} | hidden
 
 
 def peers(args: Args) -> list[str]:
-    """Those to be run."""
-    return [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
+    """Those to be run; on a GPU Stable-Baselines3, which goes there by itself."""
+    known: list[str] = [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
+    return known if args.device == "cpu" else [peer for peer in known if peer == "sb3"]
 
 
 def python_of_peers(args: Args) -> Path:
@@ -184,37 +188,20 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     if algorithm.flags:
         ours += ["--env", env_id, *steps, "--eval-every", str(FOREVER)]
         ours += ["--run-dir", str(folder / "run"), "--seed", "0", "--num-envs", str(args.num_envs)]
+        ours += ["--device", args.device]
     else:
         ours.append(env_id)
     lines = {"ours": ours}
+    if args.device == "cuda" and algorithm.flags:
+        lines["eager"] = [*ours, "--no-cuda-graph", *([] if args.algo == "ppo" else ["--overlap", "False"])]
+        lines["eager"][lines["eager"].index("--run-dir") + 1] += "-eager"
     for peer in peers(args):
         lines[peer] = [str(python_of_peers(args)), script, algorithm.peers[peer], *places, json.dumps(theirs)]
     if "loop" in lines:
         lines["loop"] = [sys.executable, *shlex.split(algorithm.peers["loop"]), env_id]
-    if args.algo in PRODUCTS:
+    if args.algo in PRODUCTS and args.device == "cpu":
         lines["floor"] = [sys.executable, "bench/floor.py", args.algo, env_id]
     return lines
-
-
-def versions(python: str | Path) -> str:
-    """Python's version and those of the packages that matter, as far as they are installed beside it."""
-    code = (
-        "import sys, platform, importlib.metadata as m\n"
-        "have = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
-        "print('python', platform.python_version(), *(f'{p} {have[p]}' for p in sys.argv[1:] if p in have), sep=', ')"
-    )
-    result = subprocess.run([str(python), "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
-    return result.stdout.strip().replace("python, ", "python ", 1)
-
-
-def processor() -> str:
-    """The processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def describe(args: Args) -> dict[str, str]:
@@ -229,6 +216,7 @@ def describe(args: Args) -> dict[str, str]:
         **(
             {"dataset": args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"} if offline else {}
         ),
+        "device": accelerator() if args.device == "cuda" else "the processor",
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
         "commit": git.stdout.strip() or "unknown",
         "processor": f"{processor()}, {os.cpu_count()} cores",
@@ -272,7 +260,7 @@ def main(args: Args) -> None:
             # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
             online = algorithm.flags and not algorithm.offline
             needs = {"learns": partial(has_losses, metrics)} if name == "ours" and online else {}
-            contenders.append(Contender(name, command, environment(), folder, warm, cwd=ROOT, **needs))
+            contenders.append(Contender(name, command, environment(args.device), folder, warm, cwd=ROOT, **needs))
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contenders[-1].threads())
             print(f"threads of {name}: {contenders[-1].threads()}", flush=True)

@@ -8,6 +8,7 @@ Finished runs are skipped, stopped ones go on from their last checkpoint: the sa
 whatever ended it. Results are those of the commands run by hand, bit for bit.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from bench.mps import shared_card
 from bench.suite import jobs, read_suite
 from bench.sweep_task import Job, Outcome, facts, run
 from common.command_line import command_line
@@ -110,7 +112,10 @@ def execute(sweep: Sweep, args: Args) -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # which Ray reads once
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as logs:
+    with contextlib.ExitStack() as stack:
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        if address == "local" and any(0 < job.gpus < 1 for job in sweep.waiting):
+            sys.stderr.write(f"{stack.enter_context(shared_card())}\n")
         embedded: dict[str, Any] = {
             "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
             "_temp_dir": logs,

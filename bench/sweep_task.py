@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import replacing
+from common.cuda import SHARE
 from common.provenance import commit, versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,9 +55,13 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As many threads as CPUs, and a GPU only for those that asked for a part of one; which, Ray says."""
+        """As many threads as CPUs; a GPU only for those that asked for one, which Ray chooses, and of a part of one no
+        more of its memory than that.
+        """
         own = {f"{name}_NUM_THREADS": str(self.cpus) for name in ("OMP", "MKL", "OPENBLAS")}
-        return own if self.gpus else own | {"CUDA_VISIBLE_DEVICES": ""}
+        if not self.gpus:
+            return own | {"CUDA_VISIBLE_DEVICES": ""}
+        return own | {SHARE: str(self.gpus)} if self.gpus < 1 else own
 
 
 @dataclass(frozen=True)

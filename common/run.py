@@ -17,9 +17,9 @@ import torch
 
 from common import checkpoint
 from common.acting import Agent
+from common.cuda import Captured, device
 from common.errors import InputError, RunError
 from common.evaluate import Act
-from common.graph import Captured
 from common.logger import Logger, start_wandb
 from common.networks import compiled
 from common.onednn import keep_freed_memory
@@ -125,7 +125,7 @@ class Run:
         keep_freed_memory()
         self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
         self.folder = args.run_dir or Path("runs") / self.name
-        self.device = _device(args.device)
+        self.device = device(args.device)
         self._signal = 0
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
         self.config = {"algo": algo, "arguments": json.loads(json.dumps(arguments)), "versions": versions()}
@@ -174,7 +174,7 @@ class Run:
     def accelerated(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
         """The function, compiled where that is asked for, and as CUDA graphs where there is CUDA.
 
-        `common.graph.Captured` says what it may do. `generator` is the one that it draws from.
+        `common.cuda.Captured` says what it may do. `generator` is the one that it draws from.
         """
         if self.args.compile:
             function = compiled(function)
@@ -279,12 +279,6 @@ class Run:
             raise SystemExit(128 + number)
         self._signal = number
         self.logger.say("stopping after this step and a checkpoint (again: at once)")
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, but PyTorch sees no CUDA device here: give --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:

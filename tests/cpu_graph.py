@@ -20,7 +20,7 @@ BREAK_A_CAPTURE = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "mask
 
 
 class CPUGraph:
-    """As `common.graph.CUDAGraph`."""
+    """As `common.cuda.CUDAGraph`."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator

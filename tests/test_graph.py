@@ -10,7 +10,7 @@ from conftest import every_algorithm, final_state, module, replay_bytes, same
 from cpu_graph import CPUGraph
 
 from common import networks
-from common.graph import WARM_UP, Captured
+from common.cuda import WARM_UP, Captured
 from common.run import Run
 
 

@@ -1,9 +1,10 @@
-"""Functions on a CUDA device as CUDA graphs.
+"""The device; and on CUDA what makes runs repeatable, keeps them to their memory, and launches an update as one graph.
 
 These networks are so small that launching an update's kernels one by one, a hundred and more, takes several times as
-long as the kernels themselves. A graph launches all of them as one.
+long as the kernels themselves. A CUDA graph launches all of them at once.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,8 +12,26 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from common.errors import InputError
+
+SHARE = "ONRAMP_GPU_SHARE"  # environment variable: a number in (0, 1], that share of the card's memory and no more
 R = TypeVar("R")
 WARM_UP = 3  # calls that run as ever before one is recorded: libraries choose their kernels, the compiler compiles
+
+
+def device(name: str) -> torch.device:
+    """The device of that name, ready; "auto" is CUDA where there is one. Raises InputError where it is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but PyTorch sees no CUDA device here: give --device cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # Some of CUDA's kernels add in an order that differs from run to run, unless they are told not to.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # none is read
+    if SHARE in os.environ:
+        torch.cuda.set_per_process_memory_fraction(float(os.environ[SHARE]))
+    return torch.device("cuda")
 
 
 class Graph(Protocol):

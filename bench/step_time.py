@@ -1,0 +1,95 @@
+# ruff: noqa: T201
+"""Where a step's time goes: one of our algorithm files, unchanged, looked at for some steps in the middle of its run.
+
+    python bench/step_time.py 6000 500 algos/sac.py --device cuda --total-steps 10000   # 500 steps from step 6000 on
+
+Wall time of a step beside the parts that the run itself times (acting waits for the device, an update is only sent
+there), and what the device did meanwhile: how long it was busy, with how many kernels, and with which the longest.
+"""
+
+import runpy
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from common.logger import Logger
+
+
+class Watch:
+    """Begins to look at step `first`, ends `steps` later, and then ends the run."""
+
+    def __init__(self, first: int, steps: int) -> None:
+        self.first, self.last = first, first + steps
+        self.profiler: Any = None
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self.seconds = 0.0
+
+    def step(self, logger: Logger) -> None:
+        if self.profiler is None and logger.step >= self.first:
+            for name, timings in logger._timings.items():
+                self.parts[name] = timings
+                timings.clear()
+            activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
+            self.profiler = profile(activities=activities)
+            self.profiler.start()
+            self.seconds = -time.perf_counter()
+        elif self.profiler is not None and logger.step >= self.last:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds += time.perf_counter()
+            self.profiler.stop()
+            raise SystemExit
+
+    def report(self) -> str:
+        """A line for each part, and one for each of the ten kernels that took most."""
+        if self.profiler is None or self.seconds < 0:
+            return "the run ended before it could be looked at: give it more steps"
+        steps = self.last - self.first
+        lines = [f"{1e6 * self.seconds / steps:10.1f} µs a step, {steps / self.seconds:,.0f} steps/s while looked at"]
+        lines += [f"{1e3 * median(t):10.1f} µs {name} (median)" for name, t in self.parts.items() if t]
+        kernels: dict[str, list[float]] = defaultdict(list)
+        on_device = torch.cuda.is_available()
+        for event in self.profiler.events():
+            if not on_device or event.device_type == torch._C._autograd.DeviceType.CUDA:
+                kernels[event.name].append(event.device_time if on_device else event.self_cpu_time_total)
+        total, count = sum(map(sum, kernels.values())), sum(map(len, kernels.values()))
+        lines.append(f"{total / steps:10.1f} µs a step in {count / steps:.1f} kernels or operations, of which")
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:10]:
+            lines.append(f"{sum(times) / steps:10.1f} µs in {len(times) / steps:.1f} of {name[:80]}")
+        return "\n".join(lines)
+
+
+def main() -> None:
+    watch = Watch(int(sys.argv[1]), int(sys.argv[2]))
+    count, count_update = Logger.count, Logger.count_update
+
+    def counted(self: Logger, *args: Any) -> None:
+        count(self, *args)
+        watch.step(self)
+
+    def counted_update(self: Logger) -> None:
+        count_update(self)
+        watch.step(self)
+
+    Logger.count = counted  # type: ignore[method-assign,assignment]
+    Logger.count_update = counted_update  # type: ignore[method-assign]
+    sys.argv = sys.argv[3:]
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv += ["--run-dir", str(Path(folder) / "run")]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    print(watch.report())
+
+
+if __name__ == "__main__":
+    main()
