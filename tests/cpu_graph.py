@@ -56,7 +56,8 @@ class _Notes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = operation.overloadpacket.__name__
-        if name in BREAK_A_CAPTURE:
+        by_mask = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+        if name in BREAK_A_CAPTURE or by_mask:
             raise RuntimeError(f"a CUDA graph cannot capture {name}")
         if name in SHAPES:
             return operation(*args, **kwargs)  # once is enough

@@ -1,17 +1,28 @@
 """What must hold on a GPU; skipped where there is none: `make test ARGS=tests/test_cuda.py` on a machine with one."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import every_algorithm, final_state, module, replay_bytes, same
+from conftest import OFFLINE, ROOT, every_algorithm, final_state, module, replay_bytes, same
 
+from common.cuda import SHARE
 from common.replay_buffer import ReplayBuffer
 from common.run import RunArgs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert (a / "evaluations.csv").read_text() == (b / "evaluations.csv").read_text()
+    assert same(final_state(a), final_state(b))
+    assert replay_bytes(a) == replay_bytes(b)
 
 
 @every_algorithm
@@ -19,12 +30,66 @@ def test_trains_twice_the_same_and_goes_on(algo: str, small: Callable[..., RunAr
     """The same seed twice; and once more from the last checkpoint."""
     for name in ("a", "b"):
         module(algo).train(small(algo, device="cuda", run_dir=tmp_path / name))
-    assert (tmp_path / "a" / "evaluations.csv").read_text() == (tmp_path / "b" / "evaluations.csv").read_text()
-    assert same(final_state(tmp_path / "a")["agent"]["actor"], final_state(tmp_path / "b")["agent"]["actor"])
+    assert_same_run(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "DONE").unlink()
     module(algo).train(small(algo, device="cuda", run_dir=tmp_path / "b"))  # takes the last checkpoint up and is done
-    assert same(final_state(tmp_path / "a")["agent"]["actor"], final_state(tmp_path / "b")["agent"]["actor"])
-    assert replay_bytes(tmp_path / "a") == replay_bytes(tmp_path / "b")
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+@every_algorithm
+def test_resume_is_exact(algo: str, small: Callable[..., RunArgs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stopped at a checkpoint in the middle, then taken up: eager updates first, as in every run, then graphs."""
+    more = {"device": "cuda", "checkpoint_every": 100}
+    module(algo).train(small(algo, run_dir=tmp_path / "undisturbed", **more))
+    run_class, saves = module(algo).Run, []
+    save_if_due = run_class.save_if_due
+
+    def stopping(self: Any, *args: Any) -> None:
+        saves.append(self.step)
+        self._signal = 15 if self.step == (20 if algo in OFFLINE else 220) else 0
+        save_if_due(self, *args)
+
+    monkeypatch.setattr(run_class, "save_if_due", stopping)
+    with pytest.raises(SystemExit):
+        module(algo).train(small(algo, run_dir=tmp_path / "stopped", **more))
+    monkeypatch.undo()
+    assert saves[-1] < 400
+    module(algo).train(small(algo, run_dir=tmp_path / "stopped", **more))
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+
+
+@every_algorithm
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Callable[..., RunArgs], tmp_path: Path):
+    """A hundred updates in each phase; without the compiler bit for bit, with it to rounding, which learning magnifies:
+    there the networks after the first updates count."""
+    steps = {"total_steps": 80} if compiled else {}
+    for cuda_graph in (False, True):
+        args = small(
+            algo, device="cuda", cuda_graph=cuda_graph, compile=compiled and cuda_graph,
+            run_dir=tmp_path / str(cuda_graph), **steps,
+        )  # fmt: skip
+        module(algo).train(args)
+    if not compiled:
+        assert_same_run(tmp_path / "False", tmp_path / "True")
+        return
+    network = "base" if algo == "expo" else "actor"
+    eager, captured = (final_state(tmp_path / name)["agent"][network] for name in ("False", "True"))
+    for name, weights in eager.items():
+        torch.testing.assert_close(captured[name], weights, rtol=1e-2, atol=1e-2, msg=name)
+
+
+def test_a_run_keeps_to_its_share_of_the_memory():
+    code = (
+        "import torch\nfrom common.cuda import device\n"
+        "d = device('cuda')\ntotal = torch.cuda.get_device_properties(d).total_memory\n"
+        "torch.empty(total // 20, dtype=torch.uint8, device=d)\n"
+        "try: torch.empty(total // 5, dtype=torch.uint8, device=d)\n"
+        "except torch.cuda.OutOfMemoryError: print('refused')\n"
+    )
+    environment = os.environ | {SHARE: "0.1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
 
 
 def test_replay_buffer_lives_on_the_device(tmp_path: Path):

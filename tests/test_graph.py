@@ -1,17 +1,23 @@
 """Updates as CUDA graphs, with a graph of the tests' own where there is no GPU; the GPU's part is in test_cuda.py."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import every_algorithm, final_state, module, replay_bytes, same
+from conftest import OFFLINE, arguments_of, every_algorithm, final_state, module, replay_bytes, same
 from cpu_graph import CPUGraph
+from formulas import make_batch, parameters
+from torch import Tensor
 
 from common import networks
 from common.cuda import WARM_UP, Captured
+from common.networks import compiled
+from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
+from offline.switch import with_presets
 
 
 @pytest.fixture
@@ -45,3 +51,141 @@ def test_a_captured_run_equals_an_eager_one(
     assert (eager / "evaluations.csv").read_text() == (captured / "evaluations.csv").read_text()
     assert same(final_state(eager), final_state(captured))
     assert replay_bytes(eager) == replay_bytes(captured)
+
+
+@pytest.mark.parametrize("algo", ["iql", "sac"])
+def test_with_overlap_actions_are_chosen_before_the_updates_of_the_last_step(
+    algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """So they are one step old at most, and environment and device work at the same time."""
+    agent, events = getattr(module(algo), algo.upper()), []
+    for cls, name in ((agent, "update"), (agent, "act"), (ReplayBuffer, "add")):
+        monkeypatch.setattr(cls, name, noted(getattr(cls, name), name, events))
+    orders = {}
+    for overlap in (False, True):
+        events.clear()
+        module(algo).train(
+            small(algo, overlap=overlap, total_steps=70, eval_every=1_000, run_dir=tmp_path / str(overlap))
+        )
+        orders[overlap] = "".join({"update": "u", "act": "c", "add": "a"}[name] for name in events).rstrip("c")
+    # An action is chosen, its step is added, and what was learned of that is in the next action, or not yet.
+    assert orders[False].endswith("cau" * 10)
+    assert orders[True].endswith("cua" * 10)
+    assert orders[False].count("u") == orders[True].count("u") + 1  # the last step's would have served nothing
+
+
+def noted(method: Callable[..., Any], name: str, events: list[str]) -> Callable[..., Any]:
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(name)
+        return method(self, *args, **kwargs)
+
+    return noting
+
+
+class TestCaptured:
+    """Against the same function called as ever."""
+
+    def test_each_set_of_constants_and_shapes_is_a_graph_of_its_own(self) -> None:
+        ran: list[tuple[int, float]] = []
+
+        def function(scale: float, x: Tensor) -> Tensor:
+            ran.append((len(x), scale))
+            return scale * x
+
+        captured = Captured(function, torch.Generator(), CPUGraph)
+        for i in range(10):
+            for n, scale in ((2, 3.0), (4, 3.0), (4, 5.0)):
+                x = torch.full((n,), float(i))
+                assert captured(scale, x).tolist() == [scale * i] * n
+        assert [ran.count(kind) for kind in ((2, 3.0), (4, 3.0), (4, 5.0))] == [WARM_UP + 1] * 3
+
+    def test_random_numbers_go_on_where_the_generator_stands(self) -> None:
+        generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+        draw = [lambda g=g: torch.rand(3, generator=g) for g in generators]
+        captured = Captured(draw[0], generators[0], CPUGraph)
+        for i in range(10):
+            assert torch.equal(captured(), draw[1]())
+            if i == 7:
+                for generator in generators:
+                    generator.manual_seed(i)
+                    torch.randn(5, generator=generator)
+
+    def test_what_changes_in_place_goes_on_and_what_is_rebound_does_not(self) -> None:
+        """The second is what a graph gets wrong: the tests above must not pass with it."""
+
+        class State:
+            total = torch.zeros(1)
+
+        def in_place(state: State) -> Tensor:
+            state.total += 1
+            return state.total.clone()
+
+        def rebound(state: State) -> Tensor:
+            state.total = state.total + 1
+            return state.total.clone()
+
+        for function, last in ((in_place, 10), (rebound, WARM_UP + 1)):
+            state = State()
+            state.total = torch.zeros(1)
+            captured = Captured(partial(function, state), torch.Generator(), CPUGraph)
+            assert [captured().item() for _ in range(10)][-1] == last
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x * x.sum().item(),
+            lambda x: x[x > 0],
+            lambda x: x + torch.tensor([1.0]),
+            lambda x: x if x.sum() > 0 else -x,
+        ],
+        ids=["item", "mask", "from the host", "branch"],
+    )
+    def test_what_waits_for_a_number_or_brings_one_is_refused(self, function: Callable[[Tensor], Tensor]) -> None:
+        captured = Captured(function, torch.Generator(), CPUGraph)
+        for _ in range(WARM_UP):
+            captured(torch.ones(3))
+        with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"):
+            captured(torch.ones(3))
+
+
+def agent_of(algo: str) -> Any:
+    """One for 3 observations and 2 actions."""
+    args, found = module(algo).Args(**arguments_of(algo, {})), vars(module(algo))
+    if algo in OFFLINE:
+        sizes = found["SIZES"]["small"] if algo == "expo" else {}
+        args = with_presets(args, {domain: preset | sizes for domain, preset in found.get("PRESETS", {}).items()})
+    return found[algo.replace("_", "").upper()](args, 3, 2, torch.device("cpu"))
+
+
+def updates_of(algo: str, agent: Any) -> Callable[[Batch, bool], Any]:
+    """An update on a batch, the second argument what changes from one to the next."""
+    if algo == "ppo":
+        step = agent.step
+        return lambda b, _: step(module("ppo").Minibatch(b.obs, b.actions, b.rewards, b.rewards, b.returns_to_go))
+    if algo in ("td3", "td3_bc", "cql"):
+        return agent.update
+    return (lambda b, _: agent.update(b, True)) if algo in ("wsrl", "expo") else lambda b, _: agent.update(b)
+
+
+@every_algorithm
+def test_a_compiled_update_equals_an_eager_one(algo: str, monkeypatch: pytest.MonkeyPatch):
+    """To rounding, a hundred of them, in float64: in float32 Adam's first steps make a whole step, of either sign, of a
+    gradient that is mere rounding. As traced; with the compiler's own kernels in test_off_policy.py and on a GPU.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = make_batch(32)
+        batch = batch._replace(returns_to_go=batch.rewards - 3.0)
+        agents = [agent_of(algo) for _ in range(2)]
+        updates = [updates_of(algo, agent) for agent in agents]
+        updates[1] = compiled(updates[1])
+        for i in range(100):
+            for update in updates:
+                update(batch, i % 2 == 1)
+    finally:
+        torch.set_default_dtype(before)
+    for (name, eager), (_, other) in zip(*map(parameters, agents), strict=True):
+        torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-9, msg=name)
+    assert same(agents[0].generator.get_state(), agents[1].generator.get_state())

@@ -1,6 +1,7 @@
 """`bench/speed.py` counts every step, really stops who is stopped, leaves nothing behind, and has an honest floor."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -102,6 +103,15 @@ def test_d3rlpys_gradient_steps_are_counted(tmp_path: Path, algo: str) -> None:
     subprocess.run([line[0], "-c", SEVEN_UPDATES, *line[2:]], cwd=ROOT, env=env, check=True, capture_output=True)
     assert read_steps(tmp_path / "steps") == 7
     assert list((tmp_path / "d3rlpy").glob("*/params.json"))
+
+
+@pytest.mark.parametrize(("algo", "flags"), [("sac", "--no-cuda-graph --overlap False"), ("ppo", "--no-cuda-graph")])
+def test_on_a_gpu_ours_runs_with_a_graph_and_without(algo: str, flags: str, tmp_path: Path) -> None:
+    lines = commands(Args(algo=algo, device="cuda"), tmp_path)
+    assert list(lines) == ["ours", "eager", "sb3"]
+    own, eager = (shlex.join(lines[name]) for name in ("ours", "eager"))
+    assert "--device cuda" in own
+    assert eager.replace("run-eager", "run") == f"{own} {flags}"
 
 
 def test_a_counted_environment_says_what_it_needs() -> None:

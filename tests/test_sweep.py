@@ -19,6 +19,7 @@ import pytest
 from conftest import ROOT, final_state, same
 
 from bench import sweep
+from bench.mps import shared_card
 from bench.suite import SUITES, jobs, read_suite
 from bench.sweep import Args, Sweep, fill, finish, is_done, refuse_other_versions
 from bench.sweep_task import Job, Outcome
@@ -222,7 +223,42 @@ class TestDriver:
 def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
     alone = Job(("algos/sac.py",), tmp_path, 1, cpus=3).environment
     assert (alone["OMP_NUM_THREADS"], alone["MKL_NUM_THREADS"], alone["CUDA_VISIBLE_DEVICES"]) == ("3", "3", "")
-    assert "CUDA_VISIBLE_DEVICES" not in Job(("algos/sac.py",), tmp_path, 1, gpus=0.5).environment  # Ray says which
+    half, whole = (Job(("algos/sac.py",), tmp_path, 1, gpus=gpus).environment for gpus in (0.5, 1.0))
+    assert not {"CUDA_VISIBLE_DEVICES"} & (half.keys() | whole.keys())  # Ray says which
+    assert half["ONRAMP_GPU_SHARE"] == "0.5"
+    assert "ONRAMP_GPU_SHARE" not in whole
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "share it by MPS"), (1, "no card here): the runs on one card take")])
+def test_runs_on_one_card_share_it_by_a_service_that_ends_with_the_sweep(
+    status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With a stand-in for NVIDIA's program, which writes down how it was called."""
+    program, calls = tmp_path / "nvidia-cuda-mps-control", tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\n[ "$1" ] || read -r line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {calls}\n'
+                       f'echo "no card here" >&2; exit {status}\n')  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with shared_card() as message:
+        assert said in message
+        inside = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    lines = [line.split() for line in calls.read_text().splitlines()]
+    if status:
+        assert inside is None
+        assert [line[0] for line in lines] == ["-d"]
+    else:
+        assert lines == [["-d", inside], ["quit", inside]]
+
+
+def test_without_the_service_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with shared_card() as message:
+        assert "not installed" in message
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "theirs")
+    with shared_card() as message:
+        assert "runs already" in message
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "theirs"
 
 
 def processes(word: str) -> list[psutil.Process]:
