@@ -13,7 +13,6 @@ import gzip
 import itertools
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import tyro
 
 from bench import sweep
 from bench.adastop import Design, Found, Pair, Scores, decide
+from bench.curves import Curve, at, means
 from bench.suite import jobs, read_suite
 from common.command_line import command_line
 from common.errors import InputError, RunError
@@ -49,7 +49,7 @@ class Args:
     column: Literal["return", "normalized_score", "success"] = "return"
     """What counts."""
     step: int | None = None
-    """Score at this step; the last one that any of the runs evaluated at unless given."""
+    """Score at this step, between evaluations on a line; the last that any of the runs evaluated at unless given."""
     last: int = 1
     """Mean over so many evaluations, up to that step."""
     seeds: int = 5
@@ -123,21 +123,18 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
     scores = {}
     for run, curve in curves.items():
         evaluations = [curve[s] for s in sorted(curve) if s <= step][-args.last :]
-        if max(curve) >= step and len(evaluations) == args.last:
-            scores[run] = float(np.mean(evaluations))
+        if (score := at(curve, step)) is not None and len(evaluations) == args.last:
+            scores[run] = score if args.last == 1 else float(np.mean(evaluations))
     return scores, step
 
 
-def read_curve(path: Path, column: str) -> dict[int, float]:
+def read_curve(path: Path, column: str) -> Curve:
     """Step to the mean over the evaluation's episodes. Raises InputError where the file does not give that."""
-    episodes: dict[int, list[float]] = defaultdict(list)
     try:
         with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                episodes[int(row["step"])].append(float(row[column]))
+            curve = means(csv.DictReader(file), lambda row: float(row[column]))
     except (KeyError, TypeError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} does not give {column} as numbers by step ({error}): try another --column") from None
-    curve = {step: float(np.mean(values)) for step, values in episodes.items()}
     if not curve or not np.isfinite(list(curve.values())).all():
         raise InputError(f"{path} holds no evaluation, or one that is not finite: delete the run and start it again")
     return curve

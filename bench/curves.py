@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.keep import Kept, kept_runs
+from bench.keep import kept_runs
 from offline.scores import normalized, reference
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -24,10 +24,10 @@ Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 Curves = dict[tuple[str, str], dict[str, Curve]]  # (algorithm, environment or dataset) to seed to curve
 
 
-def means(run: Kept, of: Callable[[dict[str, str]], float]) -> Curve:
-    """The mean of `of` over each evaluation's episodes."""
+def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:
+    """The mean of `of` over each evaluation's episodes, of which evaluations.csv has a row each."""
     episodes: dict[int, list[float]] = defaultdict(list)
-    for row in run.rows:
+    for row in rows:
         episodes[int(row["step"])].append(of(row))
     return {step: statistics.mean(values) for step, values in episodes.items()}
 
@@ -36,7 +36,7 @@ def online() -> Curves:
     """Returns of what learned from its environment alone: results/<algorithm>/<environment>/<seed>."""
     curves: Curves = defaultdict(dict)
     for run in kept_runs(RESULTS):
-        curves[run.algo, run.task][run.seed] = means(run, lambda row: float(row["return"]))
+        curves[run.algo, run.task][run.seed] = means(run.rows, lambda row: float(row["return"]))
     return curves
 
 
@@ -64,7 +64,7 @@ def scores(folder: str) -> Curves:
             assert row["success"], f"{where}: neither success, nor a return that anyone published a scale for"
             return 100.0 * float(row["success"])
 
-        found[run.algo, run.task][run.seed] = means(run, score)
+        found[run.algo, run.task][run.seed] = means(run.rows, score)
     return found
 
 

@@ -84,11 +84,18 @@ def test_runs_that_are_there_are_used_and_others_are_asked_for(tmp_path: Path):
     assert next_seeds(compare.compare(Args(tmp_path))) == next_seeds(found)
 
 
-def test_the_score_is_the_mean_of_the_last_evaluations_up_to_the_step(tmp_path: Path):
+def test_the_score_is_that_of_the_tables_or_the_mean_of_the_last_evaluations(tmp_path: Path):
     for name in "ab":
         write(tmp_path / name / "T" / "1", {0: [1.0, 3.0], 10: [4.0, 6.0], 20: [9.0], 30: [100.0]})
     write(tmp_path / "b" / "T" / "2", {0: [1.0], 10: [2.0]})
-    for step, last, expected in ((None, 1, 100.0), (20, 1, 9.0), (20, 2, 7.0), (20, 3, 16 / 3), (25, 1, 9.0)):
+    for step, last, expected in (
+        (None, 1, 100.0),
+        (20, 1, 9.0),
+        (25, 1, 54.5),
+        (20, 2, 7.0),
+        (25, 2, 7.0),
+        (20, 3, 16 / 3),
+    ):
         found = compare.compare(Args(tmp_path, step=step, last=last))
         assert found.scores == {("a", "T", 1): expected, ("b", "T", 1): expected}  # b's second did not get there
     assert compare.compare(Args(tmp_path, step=20, last=4)).scores == {}
