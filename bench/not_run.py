@@ -5,7 +5,7 @@ from html import escape
 from bench.aggregates import STEPS
 from bench.curves import Curve, by_updates, online, scores
 from bench.intervals import ENOUGH
-from bench.offline_report import ALGORITHMS, UPDATES, VARIANTS
+from bench.offline_report import ALGORITHMS, EXPO, UPDATES, VARIANTS
 
 ONLINE = {"sac": "SAC", "td3": "TD3", "ppo": "PPO"}
 ENVIRONMENTS = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Humanoid-v4")
@@ -27,6 +27,7 @@ def missing_list() -> str:
         ("Offline", ALGORITHMS, by_updates(), DATASETS, ENOUGH, UPDATES[-1]),
         ("From offline to online", SWITCHES, scores("online"), ("hopper-medium",), 2, 50_000),
         ("WSRL's comparison", VARIANTS, scores("wsrl"), ("pen-binary", "hopper-medium", "maze2d-medium"), 3, 40_000),
+        ("EXPO's comparison", EXPO, scores("expo"), ("pen-binary-time", "maze2d-medium"), 3, 20_000),
     )
     lines = []
     for kind, names, found, tasks, wanted, steps in plans:

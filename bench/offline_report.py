@@ -72,20 +72,24 @@ VARIANTS = {
     "wsrl": "WSRL", "no-warmup": "no warm-up", "random-warmup": "random warm-up", "online-cql": "pessimism kept",
     "mix": "data retained", "rlpd": "RLPD",
 }  # fmt: skip
+EXPO = {
+    "expo": "EXPO", "adjusted": "EXPO, reachable entropy", "best-of-n": "no edits, best of N",
+    "base": "base policy alone", "rlpd": "RLPD",
+}  # fmt: skip
 SOON = 20_000  # steps behind the switch
 
 
-def wsrl_curves() -> dict[str, dict[str, dict[str, Curve]]]:
-    """Dataset to variant, in the order of VARIANTS, to seed to curve, of results/wsrl/<variant>/<dataset>/<seed>."""
-    found = scores("wsrl")
+def comparison(folder: str, variants: dict[str, str]) -> dict[str, dict[str, dict[str, Curve]]]:
+    """Dataset to variant, in the order given, to seed to curve, of results/<folder>/<variant>/<dataset>/<seed>."""
+    found = scores(folder)
     datasets = sorted({dataset for _, dataset in found})
-    return {d: {name: found[v, d] for v, name in VARIANTS.items() if (v, d) in found} for d in datasets}
+    return {d: {name: found[v, d] for v, name in variants.items() if (v, d) in found} for d in datasets}
 
 
 def wsrl_table() -> str:
     """What WSRL and the paper's comparisons score at the switch, at worst soon behind it, then, and at the end."""
     lines = ["| | | at the switch | lowest until 20,000 | at 20,000 | at the end |", "|---|---|---|---|---|---|"]
-    for dataset, variants in wsrl_curves().items():
+    for dataset, variants in comparison("wsrl", VARIANTS).items():
         last = min(max(curve) for seeds in variants.values() for curve in seeds.values())
         for name, seeds in variants.items():
             runs = list(seeds.values())
@@ -93,3 +97,16 @@ def wsrl_table() -> str:
             columns = [[c[0] for c in runs], lowest, [c[SOON] for c in runs], [c[last] for c in runs]]
             lines.append(f"| {dataset}, {last:,} steps | {name} | {' | '.join(map(spread, columns))} |")
     return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | | |"])
+
+
+def expo_table() -> str:
+    """What EXPO, its ablations and RLPD score half way and at the end of the shortest run, and on the way."""
+    lines = ["| | | half way | at the end | mean of all evaluations |", "|---|---|---|---|---|"]
+    for dataset, variants in comparison("expo", EXPO).items():
+        last = min(max(curve) for seeds in variants.values() for curve in seeds.values())
+        for name, seeds in variants.items():
+            runs = list(seeds.values())
+            means = [statistics.mean(score for step, score in c.items() if 0 < step <= last) for c in runs]
+            columns = [[c[last // 2] for c in runs], [c[last] for c in runs], means]
+            lines.append(f"| {dataset}, {last:,} steps | {name} | {' | '.join(map(spread, columns))} |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | |"])

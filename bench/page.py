@@ -28,10 +28,20 @@ from bench.figures import (
 from bench.intervals import ENOUGH, estimate, interquartile_mean
 from bench.keep import Kept, kept_runs
 from bench.not_run import ONLINE, SWITCHES, missing_list
-from bench.offline_report import ALGORITHMS, UPDATES, VARIANTS, d3rlpy_table, offline_table, online_table, wsrl_table
+from bench.offline_report import (
+    ALGORITHMS,
+    EXPO,
+    UPDATES,
+    VARIANTS,
+    d3rlpy_table,
+    expo_table,
+    offline_table,
+    online_table,
+    wsrl_table,
+)
 from bench.online_report import learning_table
 
-FOLDERS = ("", "offline", "online", "wsrl", "ablations")
+FOLDERS = ("", "offline", "online", "wsrl", "expo", "ablations")
 
 
 def whole_page() -> str:
@@ -72,6 +82,7 @@ def whole_page() -> str:
         "wsrl": html_table(
             wsrl_table(), "WSRL beside the paper's comparisons: scores, or per cent of the episodes solved."
         ),
+        "expo": html_table(expo_table(), "EXPO beside its ablations and RLPD: scores, per cent of the steps solved."),
         "missing": missing_list(),
         "machines": html_table(machines_table([run for _, run in kept]), "Machines and versions."),
         "all_runs": html_table(runs_table(kept), "Every run, in the order of the folders of results/."),
@@ -139,15 +150,15 @@ def offline_aggregates() -> Iterator[tuple[Figure, str]]:
 
 
 def switch_curves() -> Iterator[tuple[Figure, str]]:
-    """Scores before and behind the switch, of all runs of results/online and results/wsrl."""
-    for folder, names in (("online", SWITCHES), ("wsrl", VARIANTS)):
+    """Scores before and behind the switch, of all runs of results/online, results/wsrl and results/expo."""
+    for folder, names in (("online", SWITCHES), ("wsrl", VARIANTS), ("expo", EXPO)):
         found = scores(folder)
         for dataset in sorted({dataset for _, dataset in found}):
             own = {names.get(algo, algo): seeds for (algo, of), seeds in found.items() if of == dataset}
             styles = [(colour, style) for style in ("-", "--", ":") for colour in OTHERS]
             lines = {Line(name, *style): seeds for (name, seeds), style in zip(own.items(), styles, strict=False)}
             text = "; ".join(f"{name} ends at {ends(seeds, 1)}" for name, seeds in own.items())
-            title = dataset + (", WSRL's comparison" if folder == "wsrl" else "")
+            title = dataset + ("" if folder == "online" else f", {folder.upper()}'s comparison")
             figure = scores_figure(title, "steps from the switch", lines, None)
             yield figure, f"Score on {dataset} before and behind the switch: {text}"
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from common.errors import InputError
 from offline.download import download
-from offline.environments import ENVIRONMENTS
+from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.recording import Array, Block, Recording, nearest, trusted_environment
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
@@ -57,7 +57,11 @@ _SAME_SCORES = {
 
 
 def reference(name: str | None) -> tuple[float, float] | None:
-    """The returns that score 0 and 100 for one of D4RL's ids, or in an environment whose returns D4RL measured."""
+    """The returns that score 0 and 100 for one of D4RL's ids, in an environment whose returns D4RL measured, or in an
+    Adroit binary task that goes on.
+    """
+    if name in BINARY_SCORES:
+        return BINARY_SCORES[name]
     entry = IDS.get(_SAME_SCORES.get(name or "", name or ""))
     return entry.reference if entry else None
 

@@ -311,14 +311,17 @@ def _all() -> dict[str, str]:
 
 
 ENVIRONMENTS = _all()
-# By task and whether a solved one ends the episode; horizons are those of the forks.
+BINARY_STEPS = {"pen": 100, "door": 200, "relocate": 200}  # the forks' horizons
+# By task and whether a solved one ends the episode.
 BINARY = {
     (task, ends): _registered(
         f"adroit-binary/{task}{'-until-solved' * ends}-v0", AdroitBinary, steps, task=task, ends=ends
     )
-    for task, steps in (("pen", 100), ("door", 200), ("relocate", 200))
+    for task, steps in BINARY_STEPS.items()
     for ends in (False, True)
 }
+# RLPD's and EXPO's score of those that go on, the share of the steps solved: the returns that are 0 and 100 %.
+BINARY_SCORES = {BINARY[task, False]: (-float(steps), 0.0) for task, steps in BINARY_STEPS.items()}
 
 
 def environment_of(dataset_id: str) -> str:

@@ -12,6 +12,7 @@ from common.errors import InputError
 from envs.make import make
 from offline.dataset import load
 from offline.environments import BINARY, solved
+from offline.scores import normalized, reference
 from offline.write import Transitions
 
 PEN = SHARED / "data" / "adroit" / "pen-human-sparse.hdf5"
@@ -57,6 +58,14 @@ def test_horizons() -> None:
         ("pen", False): 100, ("pen", True): 100, ("door", False): 200, ("door", True): 200,
         ("relocate", False): 200, ("relocate", True): 200,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "steps"), [("pen", 100), ("door", 200)])
+def test_a_task_that_goes_on_scores_the_share_of_its_steps_that_is_solved(task: str, steps: int) -> None:
+    """RLPD's (return + steps) / steps; of the others, which end when solved, success is what counts."""
+    between = reference(BINARY[task, False])
+    assert normalized([-steps, -steps / 4, 0.0], between).tolist() == [0.0, 75.0, 100.0]
+    assert reference(BINARY[task, True]) is None
 
 
 def test_episodes_end_at_their_last_success_and_the_others_are_left_out() -> None:

@@ -151,6 +151,15 @@ class TestFromDatasets:
             "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |",
         ]
 
+    def test_expo_beside_its_ablations(self, results: Callable[..., None]):
+        """Half way and at the end of the shortest run; of a task that goes on the share of its steps that is solved."""
+        results("expo", "rlpd", "a", 1, s0=0.0, s5=10.0, s10=30.0)
+        results("expo", "expo", "a", 1, s0=0.0, s5=20.0, s10=60.0, s20=99.0)
+        assert offline_report.expo_table().splitlines()[2:] == [
+            "| a, 10 steps | EXPO | 20.0 (1) | 60.0 (1) | 40.0 (1) |",
+            "| a, 10 steps | RLPD | 10.0 (1) | 30.0 (1) | 20.0 (1) |",
+        ]
+
 
 def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     (tmp_path / "run").mkdir()
