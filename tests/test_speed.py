@@ -276,7 +276,7 @@ def test_all_get_the_same_environment_and_number_of_it(tmp_path: Path) -> None:
     lines = commands(Args(env="Hopper-v4", num_envs=3), tmp_path)
     assert list(lines) == ["ours", "sb3", "sbx", "floor"]
     assert all(counted("Hopper-v4") in line for line in lines.values())
-    assert lines["ours"][-2:] == ["--num-envs", "3"]
+    assert lines["ours"][-4:] == ["--num-envs", "3", "--device", "cpu"]
     assert lines["sb3"][4] == lines["sbx"][4] == "3"
 
 
