@@ -5,12 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, ROOT, every_algorithm, final_state, module, replay_bytes, same
+from conftest import ROOT, command, every_algorithm, final_state, flags, killed_at, module, replay_bytes, same
 
 from common.cuda import SHARE
 from common.replay_buffer import ReplayBuffer
@@ -37,25 +36,14 @@ def test_trains_twice_the_same_and_goes_on(algo: str, small: Callable[..., RunAr
 
 
 @every_algorithm
-def test_resume_is_exact(algo: str, small: Callable[..., RunArgs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Stopped at a checkpoint in the middle, then taken up: eager updates first, as in every run, then graphs."""
+def test_resume_is_exact(algo: str, tmp_path: Path):
+    """Killed in the middle and taken up: eager updates first, as in every run, then graphs."""
     more = {"device": "cuda", "checkpoint_every": 100}
-    module(algo).train(small(algo, run_dir=tmp_path / "undisturbed", **more))
-    run_class, saves = module(algo).Run, []
-    save_if_due = run_class.save_if_due
-
-    def stopping(self: Any, *args: Any) -> None:
-        saves.append(self.step)
-        self._signal = 15 if self.step == (20 if algo in OFFLINE else 220) else 0
-        save_if_due(self, *args)
-
-    monkeypatch.setattr(run_class, "save_if_due", stopping)
-    with pytest.raises(SystemExit):
-        module(algo).train(small(algo, run_dir=tmp_path / "stopped", **more))
-    monkeypatch.undo()
-    assert saves[-1] < 400
-    module(algo).train(small(algo, run_dir=tmp_path / "stopped", **more))
-    assert_same_run(tmp_path / "undisturbed", tmp_path / "stopped")
+    assert command(*flags(algo, **more, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
+    killed = killed_at(algo, [("step", 150)], *flags(algo, **more, run_dir=tmp_path / "killed"))
+    assert killed.returncode == 0, killed.stderr
+    assert command(*flags(algo, **more, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
 
 @every_algorithm
