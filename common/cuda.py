@@ -29,9 +29,20 @@ def device(name: str) -> torch.device:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # none is read
-    if SHARE in os.environ:
-        torch.cuda.set_per_process_memory_fraction(float(os.environ[SHARE]))
+    torch.cuda.set_per_process_memory_fraction(share_of_memory())
     return torch.device("cuda")
+
+
+def share_of_memory() -> float:
+    """What ONRAMP_GPU_SHARE says, else 1. Raises InputError where that is no number in (0, 1]."""
+    said = os.environ.get(SHARE, "1")
+    try:
+        share = float(said)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise InputError(f"{SHARE} is {said!r}: give a number in (0, 1]")
+    return share
 
 
 class Graph(Protocol):

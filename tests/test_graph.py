@@ -13,7 +13,8 @@ from formulas import make_batch, parameters
 from torch import Tensor
 
 from common import networks
-from common.cuda import WARM_UP, Captured
+from common.cuda import SHARE, WARM_UP, Captured, share_of_memory
+from common.errors import InputError
 from common.networks import compiled
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
@@ -146,6 +147,16 @@ class TestCaptured:
             captured(torch.ones(3))
         with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"):
             captured(torch.ones(3))
+
+
+@pytest.mark.parametrize("said", ["0", "1.5", "half", "nan"])
+def test_a_share_of_the_memory_that_is_none_is_refused(said: str, monkeypatch: pytest.MonkeyPatch):
+    assert share_of_memory() == 1.0
+    monkeypatch.setenv(SHARE, "0.25")
+    assert share_of_memory() == 0.25
+    monkeypatch.setenv(SHARE, said)
+    with pytest.raises(InputError, match=f"is '{said}': give a number in"):
+        share_of_memory()
 
 
 def agent_of(algo: str) -> Any:
