@@ -4,6 +4,7 @@ Scores are those of `offline.scores`, of the deterministic policy over each eval
 """
 
 import statistics
+from collections.abc import Callable
 
 from bench.curves import Curve, by_updates, facts, scores
 from bench.intervals import estimate, interquartile_mean
@@ -86,27 +87,34 @@ def comparison(folder: str, variants: dict[str, str]) -> dict[str, dict[str, dic
     return {d: {name: found[v, d] for v, name in variants.items() if (v, d) in found} for d in datasets}
 
 
+def comparison_table(
+    folder: str, variants: dict[str, str], header: str, columns: Callable[[list[Curve], int], list[list[float]]]
+) -> str:
+    """A line for each dataset and variant; `columns` are of its seeds' curves and the last step that all got to."""
+    lines = [f"| | | {header} |", "|---" * (header.count("|") + 3) + "|"]
+    for dataset, found in comparison(folder, variants).items():
+        last = min(max(curve) for seeds in found.values() for curve in seeds.values())
+        for name, seeds in found.items():
+            cells = " | ".join(map(spread, columns(list(seeds.values()), last)))
+            lines.append(f"| {dataset}, {last:,} steps | {name} | {cells} |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run |" + " |" * (header.count("|") + 2)])
+
+
 def wsrl_table() -> str:
     """What WSRL and the paper's comparisons score at the switch, at worst soon behind it, then, and at the end."""
-    lines = ["| | | at the switch | lowest until 20,000 | at 20,000 | at the end |", "|---|---|---|---|---|---|"]
-    for dataset, variants in comparison("wsrl", VARIANTS).items():
-        last = min(max(curve) for seeds in variants.values() for curve in seeds.values())
-        for name, seeds in variants.items():
-            runs = list(seeds.values())
-            lowest = [min(score for step, score in c.items() if 0 < step <= SOON) for c in runs]
-            columns = [[c[0] for c in runs], lowest, [c[SOON] for c in runs], [c[last] for c in runs]]
-            lines.append(f"| {dataset}, {last:,} steps | {name} | {' | '.join(map(spread, columns))} |")
-    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | | |"])
+
+    def columns(runs: list[Curve], last: int) -> list[list[float]]:
+        lowest = [min(score for step, score in c.items() if 0 < step <= SOON) for c in runs]
+        return [[c[0] for c in runs], lowest, [c[SOON] for c in runs], [c[last] for c in runs]]
+
+    return comparison_table("wsrl", VARIANTS, "at the switch | lowest until 20,000 | at 20,000 | at the end", columns)
 
 
 def expo_table() -> str:
     """What EXPO, its ablations and RLPD score half way and at the end of the shortest run, and on the way."""
-    lines = ["| | | half way | at the end | mean of all evaluations |", "|---|---|---|---|---|"]
-    for dataset, variants in comparison("expo", EXPO).items():
-        last = min(max(curve) for seeds in variants.values() for curve in seeds.values())
-        for name, seeds in variants.items():
-            runs = list(seeds.values())
-            means = [statistics.mean(score for step, score in c.items() if 0 < step <= last) for c in runs]
-            columns = [[c[last // 2] for c in runs], [c[last] for c in runs], means]
-            lines.append(f"| {dataset}, {last:,} steps | {name} | {' | '.join(map(spread, columns))} |")
-    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | |"])
+
+    def columns(runs: list[Curve], last: int) -> list[list[float]]:
+        means = [statistics.mean(score for step, score in c.items() if 0 < step <= last) for c in runs]
+        return [[c[last // 2] for c in runs], [c[last] for c in runs], means]
+
+    return comparison_table("expo", EXPO, "half way | at the end | mean of all evaluations", columns)

@@ -114,6 +114,20 @@ def test_on_a_gpu_ours_runs_with_a_graph_and_without(algo: str, flags: str, tmp_
     assert eager.replace("run-eager", "run") == f"{own} {flags}"
 
 
+@pytest.mark.parametrize(("first", "said"), [("100", "steps/s while looked at"), ("1000", "ended before it could be")])
+def test_where_the_time_goes_is_told_of_the_steps_asked_for(first: str, said: str) -> None:
+    line = [sys.executable, "bench/step_time.py", first, "40", "algos/sac.py"]
+    line += flags(total_steps=200, checkpoint_every=1_000)
+    env = {**ENV, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert said in done.stdout
+    if first == "100":
+        assert {word for word in ("act", "env_step", "update") if f"µs {word} (median)" in done.stdout} == {
+            "act", "env_step", "update"
+        }  # fmt: skip
+        assert len(done.stdout.split("operations, of which\n")[1].splitlines()) == 10
+
+
 def test_a_counted_environment_says_what_it_needs() -> None:
     env = {key: value for key, value in ENV.items() if key != COUNTER_FILE}
     command = [sys.executable, "-W", "ignore", "-c", STEP_ENVS, counted("HalfCheetah-v4"), "sync", "1"]
