@@ -29,7 +29,7 @@ from common.acting import acting
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
-from common.networks import HALF_LOG_2PI, Adam, Polyak, mlp, orthogonal
+from common.networks import HALF_LOG_2PI, MLP, Adam, Polyak, mlp, orthogonal
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.make import make, make_vector, seeds
@@ -49,6 +49,8 @@ class Args(OfflineArgs):
     """Widths of the hidden layers of actor, critics and value."""
     critics: int = 2
     """Critics; the smallest of their targets counts."""
+    orthogonal: bool = False
+    """Start every layer orthogonal with gain √2 and without biases, as the authors, not as PyTorch's own layers do."""
     dropout: float | None = None
     """Dropout in the actor's hidden layers; by the dataset's domain."""
 
@@ -92,12 +94,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def network(sizes: list[int], args: Args, generator: torch.Generator, ensemble: int | None = None) -> MLP:
+    """An MLP, or a stack of them."""
+    net = mlp(sizes, generator, ensemble)
+    return orthogonal(net, generator) if args.orthogonal else net
+
+
 class Actor(nn.Module):
     """π(a|s) = N(μ(s), σ²): obs [batch, obs_dim] to μ [batch, action_dim] in [-1, 1]; log σ is the same everywhere."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        self.net = orthogonal(mlp([obs_dim, *args.hidden, action_dim], generator), generator)
+        self.net = network([obs_dim, *args.hidden, action_dim], args, generator)
         self.log_std = nn.Parameter(torch.zeros(action_dim))
         self.dropout = args.dropout or 0.0
 
@@ -125,7 +133,7 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        self.net = orthogonal(mlp([obs_dim + action_dim, *args.hidden, 1], generator, args.critics), generator)
+        self.net = network([obs_dim + action_dim, *args.hidden, 1], args, generator, args.critics)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         values: Tensor = self.net(torch.cat([obs, actions], dim=-1))
@@ -137,7 +145,7 @@ class Value(nn.Module):
 
     def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        self.net = orthogonal(mlp([obs_dim, *args.hidden, 1], generator), generator)
+        self.net = network([obs_dim, *args.hidden, 1], args, generator)
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.net(obs).squeeze(-1)

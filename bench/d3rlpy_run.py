@@ -1,11 +1,11 @@
 """d3rlpy's IQL or CQL on a D4RL file, evaluated as ours are; run by d3rlpy's own Python.
 
-    make d3rlpy ARGS="iql|cql FILE ENVIRONMENT SEED STEPS FOLDER"
+    make d3rlpy ARGS="iql|cql FILE ENVIRONMENT SEED STEPS FOLDER [WIDTH ACTIONS]"
 
 Its own hyperparameters where its authors' reproduction scripts have those of the paper; where not (CQL's hidden layers,
-three there), those of `algos/cql.py`: two of 256. Its reader, its updates; only the episodes are evaluated by
-`common/evaluate.py`, in the same environments, from the same seeds and at the same steps. FOLDER gets evaluations.csv
-and config.json as one of our run folders does.
+three there), those of `algos/cql.py`: two, WIDTH (256) wide. CQL samples ACTIONS (10) of each kind. Its reader, its
+updates; only the episodes are evaluated by `common/evaluate.py`, in the same environments, from the same seeds and at
+the same steps. FOLDER gets evaluations.csv and config.json as one of our run folders does.
 """
 
 import csv
@@ -19,18 +19,22 @@ EVALUATE_EVERY = 5_000
 EPISODES = 10
 
 
-def algorithm(d3rlpy: Any, name: str, steps: int) -> Any:
+def algorithm(d3rlpy: Any, name: str, steps: int, width: int, actions: int) -> Any:
     """Its configuration for locomotion, as reproductions/offline/{iql,cql}.py has it."""
+    hidden = d3rlpy.models.VectorEncoderFactory([width, width])
+    encoders = {"actor_encoder_factory": hidden, "critic_encoder_factory": hidden}
     if name == "cql":  # no Lagrange multiplier: its logarithm starts at 0 and is never moved
-        return d3rlpy.algos.CQLConfig(alpha_learning_rate=0.0).create()
+        return d3rlpy.algos.CQLConfig(alpha_learning_rate=0.0, n_action_samples=actions, **encoders).create()
     decay = d3rlpy.optimizers.CosineAnnealingLRFactory(T_max=steps)
     return d3rlpy.algos.IQLConfig(
         actor_optim_factory=d3rlpy.optimizers.AdamFactory(lr_scheduler_factory=decay),
         reward_scaler=d3rlpy.preprocessing.ReturnBasedRewardScaler(multiplier=1000.0),
+        value_encoder_factory=hidden,
+        **encoders,
     ).create()
 
 
-def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path) -> None:
+def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path, width: int, actions: int) -> None:
     import d3rlpy
     import torch
 
@@ -42,7 +46,7 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path)
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
     dataset = d3rlpy.dataset.MDPDataset(**{key: arrays[key] for key in keys})
     d3rlpy.seed(seed)
-    agent = algorithm(d3rlpy, name, steps)
+    agent = algorithm(d3rlpy, name, steps, width, actions)
     eval_envs, eval_seeds = [make(env_id) for _ in range(EPISODES)], seeds(seed, "evaluation", EPISODES)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -65,5 +69,6 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path)
 
 
 if __name__ == "__main__":
-    name, path, env_id, seed, steps, folder = sys.argv[1:]
-    main(name, path, env_id, int(seed), int(steps), Path(folder))
+    name, path, env_id, seed, steps, folder, *sizes = sys.argv[1:]
+    width, actions = map(int, sizes or ("256", "10"))
+    main(name, path, env_id, int(seed), int(steps), Path(folder), width, actions)

@@ -42,6 +42,26 @@ def value(agent: IQL, obs: torch.Tensor) -> np.ndarray:
     return forward(obs.numpy(), layers(agent.value))[:, 0]
 
 
+def starts(agent: IQL) -> list[list[np.ndarray]]:
+    """Weight [inputs, outputs] and bias of every layer."""
+    critics = [layers(agent.critic, member) for member in range(agent.args.critics)]
+    return [layer for network in (layers(agent.actor), layers(agent.value), *critics) for layer in network]
+
+
+def test_networks_start_as_pytorchs_layers() -> None:
+    for weight, bias in starts(make_agent()):
+        bound = 1 / math.sqrt(len(weight))
+        assert 0 < np.abs(bias).max() <= bound
+        assert 0.8 * bound < np.abs(weight).max() <= bound
+
+
+def test_networks_start_as_the_authors() -> None:
+    for weight, bias in starts(make_agent(orthogonal=True)):
+        gram = weight.T @ weight if weight.shape[1] <= weight.shape[0] else weight @ weight.T
+        np.testing.assert_allclose(gram, 2 * np.eye(len(gram)), atol=1e-5)
+        assert not bias.any()
+
+
 @pytest.mark.parametrize("expectile", [0.5, 0.7, 0.9])
 def test_value_loss_is_the_expectile_regression(expectile: float) -> None:
     agent, batch = make_agent(expectile=expectile), make_batch(40)
