@@ -11,7 +11,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,10 +77,10 @@ def by_updates() -> Curves:
     return found
 
 
-def facts(dataset: str) -> dict[str, Any]:
-    """What `bench/datasets.py` wrote of the dataset."""
-    found: dict[str, Any] = json.loads((RESULTS / "datasets" / f"{dataset}.json").read_text())
-    return found
+def behaviour(dataset: str) -> float | None:
+    """Mean score of the episodes of a dataset of our suite, as `bench/datasets.py` wrote it; None of any other."""
+    path = RESULTS / "datasets" / f"{dataset}.json"
+    return float(json.loads(path.read_text())["score"]) if path.exists() else None
 
 
 def at(curve: Curve, step: int) -> float | None:

@@ -6,7 +6,7 @@ Scores are those of `offline.scores`, of the deterministic policy over each eval
 import statistics
 from collections.abc import Callable
 
-from bench.curves import Curve, by_updates, facts, scores
+from bench.curves import Curve, behaviour, by_updates, scores
 from bench.intervals import estimate, interquartile_mean
 
 ALGORITHMS = {
@@ -32,8 +32,9 @@ def offline_table() -> str:
     for dataset in sorted({dataset for _, dataset in found}):
         for updates in UPDATES:
             reached = [[c[updates] for c in found[algo, dataset].values() if updates in c] for algo in ALGORITHMS]
-            behaviour = f"{float(facts(dataset)['score']):.1f}"
-            lines.append(f"| {dataset} | {updates:,} | {behaviour} | {' | '.join(map(spread, reached))} |")
+            of_data = behaviour(dataset)
+            first = "" if of_data is None else f"{of_data:.1f}"
+            lines.append(f"| {dataset} | {updates:,} | {first} | {' | '.join(map(spread, reached))} |")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from bench import curves
 from bench.aggregates import STEPS, improvements, online_aggregates, online_runs, only_means, profiles, reached
-from bench.curves import Curve, aligned, by_updates, facts, number_of, online, published, scores, there
+from bench.curves import Curve, aligned, behaviour, by_updates, number_of, online, published, scores, there
 from bench.figures import (
     COLOURS,
     GREY,
@@ -124,8 +124,7 @@ def offline_curves() -> Iterator[tuple[Figure, str]]:
         own = {algo: found[algo, dataset] for algo in ALGORITHMS if (algo, dataset) in found}
         lines = {algorithm_line(algo): seeds for algo, seeds in own.items()}
         text = "; ".join(f"{ALGORITHMS[algo]} ends at {ends(seeds, 1)}" for algo, seeds in own.items())
-        behaviour = float(facts(dataset)["score"])
-        yield scores_figure(dataset, "updates", lines, behaviour), f"Score on {dataset} over updates: {text}"
+        yield scores_figure(dataset, "updates", lines, behaviour(dataset)), f"Score on {dataset} over updates: {text}"
 
 
 def offline_aggregates() -> Iterator[tuple[Figure, str]]:

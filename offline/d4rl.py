@@ -49,21 +49,16 @@ IDS = _ids()
 
 
 # D4RL measured its scores in environments whose dynamics and rewards these keep (docs/d4rl.md).
-_SAME_SCORES = {
-    "HalfCheetah-v4": "halfcheetah-medium-v2",
-    "Hopper-v4": "hopper-medium-v2",
-    "Walker2d-v4": "walker2d-medium-v2",
-}
+_SCORES = {env: IDS[dataset_id].reference for dataset_id, env in ENVIRONMENTS.items() if IDS[dataset_id].reference}
+_SCORES |= BINARY_SCORES
 
 
 def reference(name: str | None) -> tuple[float, float] | None:
     """The returns that score 0 and 100 for one of D4RL's ids, in an environment whose returns D4RL measured, or in an
     Adroit binary task that goes on.
     """
-    if name in BINARY_SCORES:
-        return BINARY_SCORES[name]
-    entry = IDS.get(_SAME_SCORES.get(name or "", name or ""))
-    return entry.reference if entry else None
+    entry = IDS.get(name or "")
+    return entry.reference if entry else _SCORES.get(name or "")
 
 
 def folder() -> Path:

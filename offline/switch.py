@@ -26,7 +26,7 @@ from common.errors import InputError
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import OffPolicyArgs, Run
 from offline.dataset import load, read
-from offline.scores import normalized
+from offline.scores import normalized, reference
 
 Array = NDArray[np.float32]
 
@@ -185,8 +185,8 @@ class Switch:
             )
         saved = run.open()
         dataset = self.dataset
-        if dataset.reference is not None:
-            run.logger.score = partial(normalized, reference=dataset.reference)
+        if between := dataset.reference or reference(self.env):
+            run.logger.score = partial(normalized, reference=between)
         run.logger.say(
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
             f"evaluated in {self.env}"

@@ -159,6 +159,13 @@ class TestIds:
         }
         assert all(entry.max_episode_steps > 0 and entry.file.endswith(".hdf5") for entry in d4rl.IDS.values())
 
+    def test_environments_have_the_scores_of_their_datasets(self) -> None:
+        assert d4rl.reference("Hopper-v4") == d4rl.reference("hopper-expert-v0") == (-20.272305, 3234.3)
+        assert d4rl.reference("offline.environments:d4rl/door-v1") == (-56.512833, 2880.5693087298737)
+        assert d4rl.reference("offline.environments:d4rl/ant-v2") == (-325.6, 3879.7)
+        assert d4rl.reference("offline.environments:d4rl/maze2d-eval-umaze-v1") is None
+        assert d4rl.reference("AdroitHandDoor-v1") is None  # another reward
+
     def test_d4rls_own_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("D4RL_DATASET_DIR", raising=False)
         assert d4rl.folder() == Path.home() / ".d4rl" / "datasets"

@@ -111,7 +111,9 @@ class TestFromDatasets:
         results("offline", "iql", "a", 2, s0=60.0)
         results("offline", "iql", "a", 3, m5=99.0)  # not there yet
         results("offline", "d3rlpy-iql", "a", 1, s0=30.0)
-        early, late = (line.split(" | ") for line in offline_report.offline_table().splitlines()[2:])
+        results("offline", "iql", "others", 1, s0=70.0)
+        early, late, *others = (line.split(" | ") for line in offline_report.offline_table().splitlines()[2:])
+        assert others[1][:3] == ["| others", "100,000", ""]  # of no known behaviour
         assert early[:3] == ["| a", "20,000", "31.0"]
         assert late[:3] == ["| a", "100,000", "31.0"]
         column = {name: 3 + i for i, name in enumerate(offline_report.ALGORITHMS)}

@@ -61,3 +61,11 @@ def test_a_minari_id(small: Any, algo: str, tmp_path: Path, monkeypatch: pytest.
 def test_a_file_without_a_reference(small: Any, algo: str) -> None:
     rows = trained(small, algo, str(PENDULUM), "")
     assert {row["normalized_score"] for row in rows} == {""}
+
+
+@every_offline_algorithm
+def test_a_file_without_a_reference_in_an_environment_that_has_one(small: Any, algo: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    parts = {"observations": random.normal(size=(40, 11)), "actions": random.uniform(-1, 1, (40, 3))}
+    make(tmp_path / "mine.hdf5", ("." * 19 + "t") * 2, **parts)
+    assert_scores(trained(small, algo, str(tmp_path / "mine.hdf5"), "Hopper-v4"), -20.272305, 3234.3)
