@@ -11,7 +11,9 @@ Act = Callable[[NDArray[Any]], NDArray[np.float32]]
 
 
 class Episode(NamedTuple):
-    """Undiscounted return of raw rewards, steps, and whether any step succeeded (None: no notion of success)."""
+    """Undiscounted return of raw rewards, or what the environment's `info["return"]` says it is; steps; whether any
+    step succeeded (None: no notion of success).
+    """
 
     return_: float
     length: int
@@ -32,7 +34,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
         going_on = np.ones(len(running), bool)
         for k, (i, action) in enumerate(zip(running.tolist(), act(obs[running]), strict=True)):
             obs[i], reward, terminated, truncated, info = envs[i].step(action)
-            returns[i] += float(reward)
+            returns[i] = info.get("return", returns[i] + float(reward))
             lengths[i] += 1
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])

@@ -42,15 +42,17 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         refuse_non_finite(action)
         obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
-        return np.array(obs, np.float32), float(reward), termination, truncation, self._success(info)
+        return np.array(obs, np.float32), float(reward), termination, truncation, self._told(info)
 
-    def _success(self, info: dict[str, Any]) -> dict[str, Any]:
+    def _told(self, info: dict[str, Any]) -> dict[str, Any]:
+        """What evaluations read: `success`, and `return` where that is not the sum of the rewards."""
+        told = {"return": float(info["return"])} if "return" in info else {}
         for key in ("success", "is_success"):  # mazes and Adroit; Fetch and Hand
             if key in info:
-                return {"success": bool(info[key])}
+                return told | {"success": bool(info[key])}
         if "episode_task_completions" in info:  # Franka kitchen: all tasks
-            return {"success": len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))}
-        return {}
+            told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
+        return told
 
 
 def make(env_id: str, **kwargs: Any) -> ExactState:
@@ -58,8 +60,9 @@ def make(env_id: str, **kwargs: Any) -> ExactState:
 
     Observations: float32 [obs_dim]; a dict's entries joined in its space's order, which is alphabetical (achieved_goal,
     desired_goal, observation). Actions: float32 [action_dim] in [-1, 1], rescaled to the environment's own box.
-    `info["success"]`: bool, at each step, where the environment has the notion. `kwargs` go to the environment's
-    constructor. Its exact state can be saved and restored (`envs.state`).
+    `info["success"]`: bool, at each step, where the environment has the notion; `info["return"]`: float, the episode's
+    return so far, where that is not the sum of the rewards. `kwargs` go to the environment's constructor. Its exact
+    state can be saved and restored (`envs.state`).
 
     Raises InputError where the id is unknown, a package is missing, the environment does not start, or its actions or
     observations are not continuous vectors.

@@ -218,7 +218,9 @@ def _hand(task: str, **kwargs: Any) -> Env:
 class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
     """Franka kitchen: [robot's 9 joint positions, objects' 21, the goal's 30: zeros but for the tasks'], float64.
 
-    Noise on the observed positions as in D4RL, where it is uniform and ten times (robot) Gymnasium-Robotics'.
+    Noise on the observed positions as in D4RL, where it is uniform and ten times (robot) Gymnasium-Robotics'. The
+    reward is the number of tasks completed so far, as in D4RL's files, so that it means the same behind the switch;
+    `info["return"]` is that number too, the return of D4RL's environment, which pays each task once.
     """
 
     OBJECT_NOISE = 0.1 * np.repeat([0.005, 0.0005, 0.005, 0.1, 0.005, 0.1, 0.005], [2, 6, 3, 3, 3, 3, 1])
@@ -241,8 +243,9 @@ class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
         return self._observe(obs), info
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        obs, reward, termination, truncation, info = self.env.step(action)
-        return self._observe(obs), float(reward), termination, truncation, info
+        obs, _, termination, truncation, info = self.env.step(action)
+        completed = float(len(self.get_wrapper_attr("episode_task_completions")))
+        return self._observe(obs), completed, termination, truncation, info | {"return": completed}
 
     def _observe(self, obs: Any) -> Array:
         robot, objects = obs["observation"][:9], obs["observation"][18:39]

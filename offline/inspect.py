@@ -127,7 +127,8 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
         "TQ": None,
         "SACo": None,
     }
-    if recording.reference is not None:
+    pays_once = "kitchen" in f"{recording.id} {recording.env}"  # what scores; its files count at every step
+    if recording.reference is not None and not pays_once:
         found["score"] = float(normalized(returns.mean(), recording.reference))
         found["TQ"] = found["score"] / 100.0
     if reference is not None:

@@ -307,6 +307,7 @@ PLACES = {
 
 
 def test_kitchen_shows_pays_and_ends_as_d4rl() -> None:
+    """Its return is D4RL's, one for each task; its rewards are those of D4RL's files, how many are done."""
     goals = {
         "kitchen-complete-v0": {17: -0.69, 18: -0.05, 19: 0.37, 22: -0.75},
         "kitchen-mixed-v0": {11: -0.88, 12: -0.01, 17: -0.69, 18: -0.05, 22: -0.75},
@@ -334,5 +335,9 @@ def test_kitchen_shows_pays_and_ends_as_d4rl() -> None:
             kitchen.robot_env.set_state(state, kitchen.data.qvel * 0)
             _, reward, termination, _, info = env.step(np.zeros(9, np.float32))
             rewards.append(reward)
+            assert info["return"] == len(rewards)
             assert termination == info["success"] == (len(rewards) == 4)
-        assert rewards == [1.0] * 4
+        assert rewards == [1.0, 2.0, 3.0, 4.0]
+        env.reset(seed=0)
+        _, reward, *_ = env.step(np.zeros(9, np.float32))
+        assert reward == 0.0

@@ -36,6 +36,19 @@ def test_each_episode_ends_by_itself_and_gets_its_own_actions():
     assert episodes == [Episode(float(s % 7 + 1), s % 7 + 1, s % 7 + 1 >= 3) for s in seeds]
 
 
+class PaysAtTheEnd(Countdown):
+    """Its return is not the sum of its rewards."""
+
+    def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        *rest, info = super().step(action)
+        return *rest, info | {"return": 0.5 * self.steps}
+
+
+def test_a_return_that_the_environment_gives_itself():
+    episodes = evaluate(lambda obs: 2 * obs, [PaysAtTheEnd() for _ in range(3)], [1, 2, 3])
+    assert [episode.return_ for episode in episodes] == [1.0, 1.5, 2.0]
+
+
 def test_side_by_side_equals_one_by_one():
     """And raw rewards are reported, undiscounted: Hopper ends early under these actions, each episode elsewhere."""
     act = lambda obs: np.tanh(obs[:, :3]).astype(np.float32)  # noqa: E731
