@@ -10,9 +10,9 @@ the same, but nothing is lowered below the value of the policy that made the dat
     python algos/cql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
 
 As in the authors' code, but not in CQL's paper (docs/cql.md has the rest): the Bellman error has no ½ and the target no
-entropy; actions of π(·|s') too are valued at s, in the log-sum-exp; α's loss is -log α (log π + H̄); every loss is
-computed before any network moves. The networks are sac.py's: Cal-QL's learned scale and offset of log σ and its
-orthogonal start are left out.
+entropy; actions of π(·|s') too are valued at s, in the log-sum-exp; α's loss is -log α (log π + H̄). Unlike there, every
+loss is computed before anything moves, α too. The networks are sac.py's: Cal-QL's learned scale and offset of log σ and
+its orthogonal start are left out.
 """
 
 import math
@@ -103,7 +103,7 @@ class Args(OfflineArgs):
     Cal-QL's returns-to-go."""
 
 
-# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL; adroit: CORL, narrower.
+# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL; maze2d: CORL; adroit: CORL's, narrower.
 LOCOMOTION = {
     "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False, "cql_weight": 5.0,
     "lagrange_gap": 0.0, "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
@@ -113,6 +113,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"critic_hidden": (256,) * 4, "max_target_backup": True, "lagrange_gap": 0.8,
                              "reward_scale": 10.0, "reward_shift": -5.0, "failure_reward": 0.0},
+    "maze2d": LOCOMOTION | {"cql_weight": 10.0, "lagrange_gap": 5.0},
     "adroit": LOCOMOTION | {"hidden": (256,) * 3, "critic_hidden": (256,) * 3, "cql_weight": 1.0},
     "adroit-binary": WIDE | {"hidden": (512, 512), "cql_weight": 1.0,
                              "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0},

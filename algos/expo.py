@@ -351,7 +351,7 @@ def train(args: Args) -> None:
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
     else:
-        switch.begin(agent)
+        switch.begin(agent, parts=("base", "base_average", "base_optimizer"))
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
 

@@ -14,6 +14,7 @@ Where public versions differ, this one follows the authors' own code:
 - online, one buffer grows out of the dataset (`--retain append`), and rewards are scaled as the dataset's were (theirs
   are not, which their script for AntMaze does not need);
 - no observation is normalised.
+What differs here: networks start as PyTorch's layers do (`--orthogonal`: as theirs); docs/iql.md has the comparison.
 """
 
 import math

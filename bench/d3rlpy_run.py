@@ -40,10 +40,12 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path,
 
     from bench.load_once import d4rl_arrays
     from common.evaluate import evaluate
+    from common.provenance import commit
     from envs.make import make, seeds
 
     arrays = d4rl_arrays(path)
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
+    arrays["timeouts"] = (arrays["timeouts"] != 0) & (arrays["terminals"] == 0)  # it refuses a step that is both
     dataset = d3rlpy.dataset.MDPDataset(**{key: arrays[key] for key in keys})
     d3rlpy.seed(seed)
     agent = algorithm(d3rlpy, name, steps, width, actions)
@@ -54,6 +56,7 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path,
         "arguments": {"dataset": Path(path).stem, "env": env_id, "seed": seed, "offline_steps": steps},
         "configuration": json.loads(agent.config.to_json()),
         "versions": {"d3rlpy": d3rlpy.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit(),
         "threads": torch.get_num_threads(),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -86,6 +86,8 @@ class RunArgs:
                     raise InputError(f"{flag} is {value}: give a number above 0")
                 if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau", "gae_lambda", "top"):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")
+                if value >= 1 and field.name in ("dropout", "expectile"):
+                    raise InputError(f"{flag} is {value}: give a number below 1")
 
 
 @dataclasses.dataclass

@@ -97,10 +97,12 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
     of = domain(args.env or recording.env or "", args.task)
-    found = presets.get(of) or presets.get(of.removesuffix("-binary")) or presets.get("locomotion", {})
+    nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
+    found = presets[nearest] if nearest else {}
     preset = {k: v for k, v in found.items() if getattr(args, k) is None and v is not None}
     if preset:
-        sys.stderr.write(f"preset for {of}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
+        none = "" if nearest == of else f", there is none for {of}"
+        sys.stderr.write(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
     return dataclasses.replace(args, **chosen, **preset)
 
 
@@ -143,7 +145,8 @@ class Switch:
         `failure`: as in `Dataset.return_to_go`, but of the raw reward. `online_returns`: false where they are needed
         before the switch alone.
 
-        Raises InputError as `load` does, and where nobody knows the dataset's environment.
+        Raises InputError as `load` does, where nobody knows the dataset's environment, and where the run of --init-from
+        had its rewards scaled otherwise: its critics' values are of them.
         """
         self.args = args
         self.dataset = load(
@@ -162,7 +165,7 @@ class Switch:
         self.online = ReplayBuffer(
             capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns
         )
-        scale, shift = self.dataset.reward_scale, self.dataset.reward_shift
+        self._rewards = scale, shift = self.dataset.reward_scale, self.dataset.reward_shift
         self.discount, self.failure = discount, None if failure is None else failure * scale + shift
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
         self._returns_to_go: Tensor | None = None
@@ -171,6 +174,8 @@ class Switch:
             self._returns_to_go = torch.from_numpy(to_go).to(run.device)
         self._order: Tensor | None = None
         self._fingerprint = self.dataset.fingerprint()
+        new = not (run.folder / "checkpoint" / "state.pt").exists()
+        self._first = self._agent_of(args.init_from) if args.init_from and new else None
 
     def open(self, run: Run, obs_dim: int, action_dim: int) -> dict[str, Any] | None:
         """`run.open()`, and what the run must know and say of the dataset. Returns the state to go on from.
@@ -201,23 +206,36 @@ class Switch:
             self._unfinished = [list(rows) for rows in saved["unfinished"]]
         return saved
 
+    def _agent_of(self, folder: Path) -> tuple[str, dict[str, Any]]:
+        """The algorithm and the agent of --init-from."""
+        algo, saved = run_config(folder)["algo"], checkpoint.load(folder / "checkpoint" / "state.pt")
+        if not np.allclose(saved.get("rewards", self._rewards), self._rewards):
+            (scale, shift), (own_scale, own_shift) = saved["rewards"], self._rewards
+            flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
+            raise InputError(
+                f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run would from {own_scale:g} · r "
+                f"{own_shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
+            )
+        return algo, saved["agent"]
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beside the online transitions."""
         unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
-        return {"dataset": self._fingerprint, "unfinished": unfinished}
+        return {"dataset": self._fingerprint, "unfinished": unfinished, "rewards": self._rewards}
 
-    def begin(self, agent: object, also: tuple[str, ...] = ()) -> None:
+    def begin(self, agent: object, also: tuple[str, ...] = (), parts: tuple[str, ...] = ()) -> None:
         """Gives the agent of a new run the networks of --init-from, and the moments of their optimisers.
 
-        From a run of one of the algorithms `also` it takes what both have.
+        From a run of one of the algorithms `also` it takes what both have; given `parts`, those attributes alone.
         """
-        folder = self.args.init_from
-        if folder is None:
+        if self._first is None:
             return
-        algo, theirs = run_config(folder)["algo"], checkpoint.load(folder / "checkpoint" / "state.pt")["agent"]
+        algo, theirs = self._first
         own = checkpoint.state_of(agent)
         if algo in also:
             theirs = {name: theirs.get(name, state) for name, state in own.items()}
+        if parts:
+            theirs = own | {name: theirs[name] for name in parts}
         for name, state in own.items():  # settings, counters and noise are this run's
             kind = vars(agent)[name]
             if isinstance(kind, torch.Generator | int | float):

@@ -119,6 +119,8 @@ def test_bad_flags(
         ("iql", ["--dataset", "nowhere.hdf5"], ["no file nowhere.hdf5"]),
         ("iql", ["--dataset", str(PENDULUM), "--env", "Hopper-v4"], ["3 observations", "Hopper-v4 has 11", "--env"]),
         ("iql", ["--dataset", str(PENDULUM), "--offline-ratio", "1"], ["--offline-ratio is 1"]),
+        ("iql", ["--dataset", str(PENDULUM), "--expectile", "1"], ["--expectile is 1"]),
+        ("iql", ["--dataset", str(PENDULUM), "--dropout", "1"], ["--dropout is 1"]),
         ("iql", ["--dataset", str(PENDULUM), "--retain", "all"], ["--retain", "'none', 'append', 'mix'"]),
         ("iql", ["--dataset", str(PENDULUM), "--offline-steps", "-1"], ["--offline-steps is -1"]),
         ("iql", ["--dataset", str(PENDULUM), "--expectile", "nan"], ["--expectile is nan"]),

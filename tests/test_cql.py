@@ -304,6 +304,14 @@ def test_conservative_term_lowers_what_was_never_seen(importance_sampling: bool)
     assert unseen < seen - 0.5
 
 
+def test_calibration_lowers_less_where_the_data_are_better_and_nothing_changes_where_they_are_not():
+    _, plain = values_around_a_hole(cql_weight=1.0)
+    _, bounded = values_around_a_hole(1.0, cql_weight=1.0)  # nothing above the data's return is pushed below it
+    _, below = values_around_a_hole(-50.0, cql_weight=1.0)
+    assert plain + 0.5 < bounded
+    assert below == plain
+
+
 def test_without_its_weight_nothing_is_lowered():
     seen, unseen = values_around_a_hole(cql_weight=0.0)
     assert seen == pytest.approx(1.0, abs=0.1)

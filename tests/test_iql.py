@@ -166,7 +166,10 @@ def test_sigma_is_clipped_and_drawn_actions_too() -> None:
     assert np.std(drawn[:, 0] - mean[:, 0]) == pytest.approx(math.exp(-5), rel=0.1)
     assert np.abs(drawn).max() == 1.0
     assert np.abs(mean).max() < 1.0
-    assert agent.actor.log_prob(torch.zeros(1, 2), torch.zeros(1, 2)).isfinite().all()
+    log_prob = agent.actor.log_prob(torch.zeros(1, 2), torch.tensor([[1e-3, 1.0]])).item()  # of N(0, e⁻⁵), N(0, e²)
+    noise, std = np.array([1e-3, 1.0]), np.exp([-5, 2])
+    expected = np.sum(-0.5 * (noise / std) ** 2 - np.log(std * math.sqrt(2 * math.pi)))
+    assert log_prob == pytest.approx(expected, rel=1e-5)
 
 
 def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:

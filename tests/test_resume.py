@@ -72,8 +72,11 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
     places += [("torch.save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
     if algo == "wsrl":  # in the warm-up of 70 steps, with its last and with the first behind it
         places = [("online step", 40), ("online step", 70), ("online step", 71), *places]
+    elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
+        places += [("online step", 1), ("online step", 150)]
     result = killed_at(algo, places, *flags(algo, **arguments, run_dir=run_dir))
     assert result.returncode == 0, result.stderr
+    assert final_state(run_dir)["logger"]["step"] > 0
     assert command(*flags(algo, **arguments, run_dir=run_dir), algo=algo).returncode == 0
     assert_same_run(run_dir, tmp_path / "undisturbed")
 

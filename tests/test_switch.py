@@ -223,6 +223,8 @@ class TestPresets:
         said = capsys.readouterr().err
         assert said.startswith("preset for antmaze: expectile 0.9, ")
         assert "temperature" not in said
+        with_presets(Args(dataset=str(PENDULUM), env="PointMaze_UMaze-v3"), PRESETS)
+        assert capsys.readouterr().err.startswith("preset for locomotion, there is none for maze2d: ")
         args = with_presets(Args(dataset=str(PENDULUM)), PRESETS)
         assert (args.env, args.expectile, args.temperature, args.normalize_returns) == ("Pendulum-v1", 0.7, 3.0, True)
         assert None not in [getattr(args, name) for name in PRESETS["locomotion"]]

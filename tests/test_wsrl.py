@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,8 @@ class TestRuns:
 
     @pytest.mark.parametrize("algo", ["cql", "iql", "wsrl"])
     def test_it_begins_with_another_algorithms_networks(self, small: Any, tmp_path: Path, algo: str) -> None:
-        first = small(algo, offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
+        raw = {"normalize_returns": False} if algo == "iql" else {}
+        first = small(algo, offline_steps=20, online_steps=0, run_dir=tmp_path / "first", **raw)
         module(algo).train(first)
         args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
         module("wsrl").train(args)
@@ -275,6 +277,17 @@ class TestRuns:
         rows = [(folder / "evaluations.csv").read_text().splitlines()[-1] for folder in (first.run_dir, args.run_dir)]
         returns = [float(row.split(",")[2]) for row in rows]
         assert returns[0] == pytest.approx(returns[1], rel=1e-5)
+
+    def test_critics_of_other_rewards_are_refused_and_the_flags_that_help_are_named(
+        self, small: Any, tmp_path: Path
+    ) -> None:
+        first = small("iql", offline_steps=20, online_steps=0, normalize_returns=True, run_dir=tmp_path / "first")
+        module("iql").train(first)
+        begun = {"offline_steps": 0, "online_steps": 30, "warmup_steps": 30, "init_from": first.run_dir}
+        with pytest.raises(InputError, match=r"learned from rewards .* give --reward-scale") as refused:
+            module("wsrl").train(small("wsrl", **begun))
+        scale, shift = re.findall(r"--reward-s\w+ (\S+)", str(refused.value))
+        module("wsrl").train(small("wsrl", **begun, reward_scale=float(scale), reward_shift=float(shift)))
 
     def test_another_kind_of_run_is_refused(self, small: Any, tmp_path: Path) -> None:
         first = small("bc", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
