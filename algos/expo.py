@@ -6,11 +6,11 @@ base policy is a DDPM (Ho et al. 2020, arXiv 2006.11239) as in IDQL (Hansen-Estr
 critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv 2302.02948).
 
     python algos/expo.py --dataset antmaze-large-diverse-v2 --offline-steps 500000 --online-steps 200000  # fine-tuning
-    python algos/expo.py --dataset data/pen-binary.hdf5 --offline-steps 0 --online-steps 200000  # online, with the data
-    python algos/expo.py --dataset data/pen-binary.hdf5 --offline-steps 0 --online-steps 20000 --size small
+    python algos/expo.py --dataset data/pen-binary-time.hdf5 --offline-steps 0 --online-steps 200000  # with data
+    python algos/expo.py --dataset data/pen-binary-time.hdf5 --offline-steps 0 --online-steps 20000 --size small
 
 Ablations are flags:
-- no edits, as IDQL: --edits 0                        - edited samples alone: --no-base-candidates
+- no edits, IDQL-like: --edits 0                      - edited samples alone: --no-base-candidates
 - the best when acting alone: --no-best-backup        - drawn by their values: --soft-selection 1
 - flow matching for diffusion: --policy flow
 
@@ -117,14 +117,14 @@ class Args(OfflineArgs):
 SIZES: dict[str, dict[str, Any]] = {
     "paper": {"utd": 20, "hidden": (256, 256, 256), "width": 256, "blocks": 3, "denoising_steps": 10,
               "base_samples": 8, "edits": 8},
-    "small": {"utd": 4, "hidden": (128, 128), "width": 64, "blocks": 2, "denoising_steps": 5,
+    "small": {"utd": 4, "hidden": (128, 128), "width": 64, "blocks": 2, "denoising_steps": 10,
               "base_samples": 4, "edits": 4},
 }  # fmt: skip
 LOCOMOTION = {"target_critics": 2, "dropout": 0.0, "edit_scale": 0.05, "random_steps": 5_000, "reward_shift": 0.0}
-PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have none for locomotion
+PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have none for locomotion and maze2d
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
-    "maze2d": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
+    "maze2d": LOCOMOTION | {"target_critics": 1, "edit_scale": 0.2, "reward_shift": -1.0},
     "adroit": LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0},
 }
 

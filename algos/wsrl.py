@@ -6,8 +6,7 @@ arXiv 2006.04779), with an ensemble of layer-normalised critics, of which each t
 arXiv 2101.05982). Online it is SAC at four critic updates a step.
 
     python algos/wsrl.py --dataset antmaze-large-diverse-v2 --offline-steps 1000000 --online-steps 300000
-    python algos/wsrl.py --dataset hopper-medium-v2 --init-from runs/cql__hopper-medium-v2__1 --offline-steps 0 \\
-        --online-steps 100000
+    python algos/wsrl.py --dataset hopper-medium-v2 --online-steps 100000 --offline-steps 0 --init-from runs/cql
 
 The paper's comparisons are flags:
 - the data retained: --retain mix            - no warm-up: --warmup-steps 0
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 @dataclass
 class Args(OfflineArgs):
     may_be_zero = ("cql_weight", "lagrange_gap")
-    any_sign = ("reward_shift", "failure_reward")
+    any_sign = ("reward_shift", "failure_reward", "target_entropy")
 
     # From data to online
     retain: Literal["none", "append", "mix"] = "none"
@@ -59,7 +59,7 @@ class Args(OfflineArgs):
     warmup: Literal["policy", "random"] = "policy"
     """Who acts in them: the frozen policy, or uniform noise."""
     online_cql: bool = False
-    """Keep the conservative term online."""
+    """Keep the conservative term, and the best of `cql_actions` next actions, online."""
     utd: int = 4
     """Critic updates for each environment step, each on `batch_size`; the actor learns once, from all of them."""
 
@@ -94,6 +94,10 @@ class Args(OfflineArgs):
     """Online too, back up the best of `cql_actions` next actions; by the dataset's domain."""
     backup_entropy: bool = False
     """Back up the policy's entropy too, as SAC does."""
+    actor_value: Literal["min", "mean"] = "min"
+    """What the actor climbs, of all critics (RLPD: mean)."""
+    target_entropy: float = -1.0
+    """Entropy that the temperature keeps, for each dimension of the action (RLPD: -0.5)."""
 
     # Pre-training
     calibrated: bool | None = None
@@ -113,8 +117,7 @@ class Args(OfflineArgs):
     reward_shift: float | None = None
     """Added to each reward then; by the dataset's domain."""
     failure_reward: float | None = None
-    """Raw reward of a step without success; by the dataset's domain. Episodes of nothing else count as endless ones in
-    Cal-QL's returns-to-go."""
+    """Raw reward of a step without success, which Cal-QL's returns-to-go continue for ever; by the dataset's domain."""
 
 
 # The authors' configurations.
@@ -185,13 +188,14 @@ class WSRL:
         self.critic_target.load_state_dict(self.critic.state_dict())
         self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        self.log_alpha_prime = nn.Parameter(torch.zeros((), device=device))  # Lagrange multiplier of the term, log
+        start = torch.tensor(math.log(math.e - 1.0), device=device)
+        self.alpha_prime = nn.Parameter(start)  # Lagrange multiplier of the term, before the softplus: it starts at 1
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
-        self.alpha_prime_optimizer = Adam([self.log_alpha_prime], args.critic_lr)
+        self.alpha_prime_optimizer = Adam([self.alpha_prime], args.critic_lr)
         self.args, self.device, self.action_dim = args, device, action_dim
-        self.target_entropy = -float(action_dim)
+        self.target_entropy = args.target_entropy * action_dim
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
@@ -251,24 +255,25 @@ class WSRL:
     def critic_loss(self, batch: Batch, online: bool) -> tuple[Tensor, Tensor | None, Metrics]:
         """Bellman error of every critic, and the conservative term where it counts; also that alone, for α'."""
         args = self.args
-        target = self.target(batch, args.cql_actions if args.online_max_target_backup or not online else 1)
+        as_offline = args.online_cql or not online
+        target = self.target(batch, args.cql_actions if as_offline or args.online_max_target_backup else 1)
         values = self.critic(batch.obs, batch.actions)
         loss = bellman_error = (values - target).square().mean()
         metrics, term = {"losses/bellman": bellman_error, "losses/q": values}, None
-        if args.online_cql or not online:
+        if as_offline:
             term = self.conservative_term(batch, values)
             assert args.cql_weight is not None, "with_presets fills it in"
-            weight = self.log_alpha_prime.exp().detach() if args.lagrange_gap else args.cql_weight
+            weight = F.softplus(self.alpha_prime).detach() if args.lagrange_gap else args.cql_weight
             loss = bellman_error + weight * term
             metrics |= {"losses/conservative": term}
-        metrics |= {"losses/critic": loss}
-        return loss, term, {name: value.detach() for name, value in metrics.items()}
+        return loss, term, {name: value.detach() for name, value in (metrics | {"losses/critic": loss}).items()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """SAC's: α log π - min_i Q_i, of all critics; also the log-probabilities, for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
-            value = self.critic(batch.obs, actions).amin(0)
+            values = self.critic(batch.obs, actions)
+        value = values.amin(0) if self.args.actor_value == "min" else values.mean(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
@@ -281,7 +286,7 @@ class WSRL:
     def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
         assert self.args.lagrange_gap is not None
-        alpha_prime = self.log_alpha_prime.exp()
+        alpha_prime = F.softplus(self.alpha_prime)
         loss = -alpha_prime * (term.detach() - self.args.lagrange_gap)
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
@@ -305,10 +310,8 @@ class WSRL:
 
 
 def with_networks_of(args: Args, folder: Path) -> Args:
-    """The arguments with the shapes of the networks that a run of cql.py, iql.py or this file left in `folder`.
-
-    Raises InputError where it is none of these.
-    """
+    """The arguments with the shapes of the networks that a run of cql.py, iql.py or this file left in `folder`, or an
+    InputError."""
     theirs = run_config(folder)
     if theirs["algo"] not in ("cql", "iql", "wsrl"):
         raise InputError(f"{folder} was trained by {theirs['algo']}: give --init-from a run of cql, iql or wsrl")

@@ -49,8 +49,8 @@ def published() -> Curves:
 
 
 def scores(folder: str) -> Curves:
-    """Of results/<folder>: normalised scores (`offline.scores`), or where episodes are solved or not, how many per cent
-    of them are.
+    """Of results/<folder>: normalised scores (`offline.scores`), the run's own where its environment came with the
+    dataset; or where episodes are solved or not, how many per cent of them are.
     """
     found: Curves = defaultdict(dict)
     for run in kept_runs(RESULTS / folder):
@@ -60,6 +60,8 @@ def scores(folder: str) -> Curves:
         def score(row: dict[str, str], between: tuple[float, float] | None = between, where: str = where) -> float:
             if between is not None:
                 return float(normalized(float(row["return"]), between))
+            if row["normalized_score"]:
+                return float(row["normalized_score"])
             assert row["success"], f"{where}: neither success, nor a return that anyone published a scale for"
             return 100.0 * float(row["success"])
 

@@ -76,6 +76,7 @@ VARIANTS = {
 }  # fmt: skip
 EXPO = {
     "expo": "EXPO", "adjusted": "EXPO, reachable entropy", "best-of-n": "no edits, best of N",
+    "best-of-2n": "no edits, best of 2N",
     "base": "base policy alone", "rlpd": "RLPD",
 }  # fmt: skip
 SOON = 20_000  # steps behind the switch

@@ -25,7 +25,7 @@ class Entry:
     envs: list[str] = field(default_factory=list)
     datasets: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=lambda: [1])
-    flags: str = ""
+    flags: str = ""  # {suites}: the folder of all suites, {run}: <task>/<seed>, as in --init-from {suites}/a/b/{run}
     name: str = ""  # of the folder; that of the algorithm unless given
     cpus: int = 1
     gpus: float = 0.0  # 0.25: four runs share one
@@ -91,12 +91,13 @@ def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
     tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
     for algo in entry.algo:
         for flag, task in tasks:
-            fixed = (f"algos/{algo}.py", flag, task, *shlex.split(entry.flags))
-            refuse_wrong_flags(algo, fixed)
             name = Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_").replace(":", "_")
             for seed in entry.seeds:
-                into = folder / (entry.name or algo) / name / str(seed)
-                yield Job((*fixed, "--seed", str(seed)), into, seed, entry.cpus, entry.gpus, entry.memory)
+                into = Path(entry.name or algo) / name / str(seed)
+                flags = entry.flags.replace("{suites}", str(folder.parent)).replace("{run}", f"{name}/{seed}")
+                fixed = (f"algos/{algo}.py", flag, task, *shlex.split(flags))
+                refuse_wrong_flags(algo, fixed)
+                yield Job((*fixed, "--seed", str(seed)), folder / into, seed, entry.cpus, entry.gpus, entry.memory)
 
 
 def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:

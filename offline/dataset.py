@@ -85,13 +85,20 @@ class Dataset:
         `failure`: in sparse-reward tasks, the scaled reward of a step that does not succeed. An episode with no other
         rewards is taken to go on failing for ever: failure / (1 - gamma) at each of its steps.
 
-        Source: Nakamoto et al. 2023, "Cal-QL", arXiv 2303.05479, section 5 and its authors' code.
+        Source: Nakamoto et al. 2023, "Cal-QL", arXiv 2303.05479, section 5 and its authors' code. Their tasks end with
+        success; here an episode that is cut while it fails, after a success, is taken to go on failing too, since by a
+        finite sum a failing state were worth the more the nearer the time limit is.
         """
         rewards = self.column("rewards").astype(np.float64)
         to_go = np.empty_like(rewards)
         longest_first = np.argsort(-self.lengths, kind="stable")
         ends, lengths = self.ends[longest_first], self.lengths[longest_first]
-        following = np.nan_to_num(self.lost_rewards[longest_first])
+        following = np.nan_to_num(self.lost_rewards)
+        if failure is not None:
+            last = np.where(np.isnan(self.lost_rewards), rewards[self.ends - 1], self.lost_rewards)
+            cut = self.column("terminations")[self.ends - 1] == 0
+            following[cut & np.isclose(last, failure)] = failure / (1.0 - gamma)
+        following = following[longest_first]
         for steps in range(1, int(lengths[0]) + 1):  # of all episodes at once, from their ends
             episodes = int(np.searchsorted(-lengths, -steps, side="right"))
             following = rewards[ends[:episodes] - steps] + gamma * following[:episodes]

@@ -262,17 +262,19 @@ class Switch:
             self._unfinished[i].append(row)
             if terminations[i] or truncations[i]:
                 parts = np.split(np.stack(self._unfinished[i]), np.cumsum(self.online.widths[:4]), axis=1)
-                parts.append(self.returns_to_go(parts[2][:, 0]))
+                parts.append(self.returns_to_go(parts[2][:, 0], bool(terminations[i])))
                 self.online.add(*(part[-self.online.capacity :] for part in parts))
                 self._unfinished[i].clear()
 
-    def returns_to_go(self, rewards: Array) -> Array:
+    def returns_to_go(self, rewards: Array, terminated: bool) -> Array:
         """[n], of a whole episode's scaled rewards [n], by the rule of `Dataset.return_to_go`."""
-        assert self.discount is not None
-        if self.failure is not None and np.isclose(rewards, self.failure).all():
-            return np.full_like(rewards, self.failure / (1.0 - self.discount))
-        backwards = itertools.accumulate(rewards[::-1].tolist(), lambda following, r: r + self.discount * following)
-        return np.array([*backwards], np.float32)[::-1]
+        discount, rest = self.discount, 0.0
+        assert discount is not None
+        if self.failure is not None:
+            fails = np.isclose(rewards, self.failure)
+            rest = self.failure / (1.0 - discount) if fails.all() or (fails[-1] and not terminated) else 0.0
+        backwards = itertools.accumulate(rewards[::-1].tolist(), lambda after, r: r + discount * after, initial=rest)
+        return np.array([*backwards][1:], np.float32)[::-1]
 
     def give_up(self, exact: list[bool]) -> None:
         """Forgets the unfinished episodes of those environments [num_envs] that were not restored exactly."""

@@ -60,13 +60,25 @@ def test_return_to_go(path: str, gamma: float) -> None:
 
 
 def test_return_to_go_of_an_episode_that_never_succeeds(tmp_path: Path) -> None:
-    """Cal-QL: it goes on failing for ever; one that succeeds at its very last step, which is lost, does not."""
+    """Cal-QL: it goes on failing for ever; one that succeeds at its very last step, which is lost, does not, and one
+    that is cut while failing does from there on.
+    """
     rewards = np.array([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0], np.float32)
     path = str(make(tmp_path / "a.hdf5", "..o....o...o", rewards=rewards))
     to_go = load(path, reward_scale=10.0, reward_shift=-5.0).return_to_go(0.9, failure=-5.0)
     assert np.allclose(to_go[:2], -50.0)
     assert np.allclose(to_go[2:6], [-5 * (1 - 0.9**k) / 0.1 + 5 * 0.9**k for k in (4, 3, 2, 1)])
-    assert to_go[8] == pytest.approx(5 - 0.9 * 5)
+    assert to_go[8] == pytest.approx(5 - 0.9 * 50)
+
+
+@pytest.mark.parametrize(("end", "expected"), [("o", [-5 + 0.9 * (5 - 0.9 * 50), 5 - 0.9 * 50, -50]),
+                                               ("t", [-5 + 0.9 * (5 - 0.9 * 5), 5 - 0.9 * 5, -5])])  # fmt: skip
+def test_return_to_go_behind_a_success(tmp_path: Path, end: str, expected: list[float]) -> None:
+    """An episode that is cut goes on; one that terminates is over."""
+    rewards, next_obs = np.array([0, 1, 0], np.float32), np.zeros((3, 2), np.float32)
+    path = str(make(tmp_path / "a.hdf5", ".." + end, rewards=rewards, next_observations=next_obs))
+    to_go = load(path, reward_scale=10.0, reward_shift=-5.0).return_to_go(0.9, failure=-5.0)
+    assert to_go.tolist() == pytest.approx(expected)
 
 
 class TestRewards:

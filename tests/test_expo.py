@@ -404,7 +404,7 @@ class TestUpdate:
     def test_candidates_of_all_slices_in_one_batch_are_those_of_each_alone(self) -> None:
         """With the same noise: it is only drawn in another order."""
         agent, obs = make_agent(), make_batch(12).next_obs
-        noise = {True: torch.randn(6, 3, 12, 2).double(), False: torch.randn(1, 2, 12, 2).double()}
+        noise = {True: torch.randn(agent.T + 1, 3, 12, 2).double(), False: torch.randn(1, 2, 12, 2).double()}
 
         def sampled(rows: slice) -> torch.Tensor:
             calls = {True: iter(noise[True]), False: iter(noise[False])}

@@ -100,7 +100,8 @@ class TestFromDatasets:
                 step = int(key[1:]) * (-1 if key[0] == "m" else 1)
                 for i, of in enumerate((score - 10, score + 10)):
                     solved = "" if env == "Hopper-v4" else int(of > 50)
-                    lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,{solved},")
+                    scored = "" if env else of
+                    lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,{solved},{scored}")
             path.write_text("\n".join(lines) + "\n")
             keep(path.parent, path.parent)
 
@@ -147,10 +148,12 @@ class TestFromDatasets:
         results("wsrl", "wsrl", "a", 2, s0=50.0, s10000=20.0, s20000=60.0, s40000=90.0, s60000=0.0)
         results("wsrl", "mix", "a", 1, s0=30.0, s10000=40.0, s20000=50.0, s40000=60.0)
         results("wsrl", "wsrl", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
+        results("wsrl", "wsrl", "scored", 1, env="", s0=50.0, s20000=90.0)  # its environment came with the dataset
         assert offline_report.wsrl_table().splitlines()[2:] == [
             "| a, 40,000 steps | WSRL | 40.0 ± 14.1 (2) | 15.0 ± 7.1 (2) | 50.0 ± 14.1 (2) | 85.0 ± 7.1 (2) |",
             "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) |",
             "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |",
+            "| scored, 20,000 steps | WSRL | 50.0 (1) | 90.0 (1) | 90.0 (1) | 90.0 (1) |",
         ]
 
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):

@@ -155,6 +155,16 @@ class TestReturnsToGo:
         found = made.online.at(torch.arange(4)).returns_to_go.tolist()
         assert found == pytest.approx([-50.0, -50.0, -5.0 + 0.9 * 5.0, 5.0])
 
+    @pytest.mark.parametrize(("terminates", "expected"), [(False, [5 - 0.9 * 50, -50]), (True, [5 - 0.9 * 5, -5])])
+    def test_an_episode_that_is_cut_behind_its_success_goes_on(
+        self, switch: Any, terminates: bool, expected: list[float]
+    ) -> None:
+        made = switch(online=0, scale=10.0, shift=-5.0, discount=0.9, failure=0.0)
+        for last in (False, True):
+            made.add(np.zeros((1, 2)), np.zeros((1, 1)), np.array([not last], np.float32), np.zeros((1, 2)),
+                     np.array([last and terminates]), np.array([last and not terminates]))  # fmt: skip
+        assert made.online.at(torch.arange(2)).returns_to_go.tolist() == pytest.approx(expected)
+
     @pytest.mark.parametrize("retain", ["none", "append", "mix"])
     def test_batches_hold_those_of_their_rows(self, switch: Any, retain: str) -> None:
         made = switch(online=0, retain=retain, discount=0.9)

@@ -24,7 +24,7 @@ SMALL = PRESETS["locomotion"] | {
     "hidden": (16, 16), "critic_hidden": (16, 8), "critics": E, "target_critics": S, "cql_actions": N,
     "batch_size": 64, "dataset": "none.hdf5",
 }  # fmt: skip
-ADAPTIVE = ("log_alpha", "log_alpha_prime")
+ADAPTIVE = ("log_alpha", "alpha_prime")
 
 
 def float32_agent(**changed: Any) -> WSRL:
@@ -40,11 +40,11 @@ def make_agent(**changed: Any) -> WSRL:
     for network in (agent.actor, agent.critic, agent.critic_target):
         network.double()
     agent.log_alpha.data = torch.tensor(-0.7, dtype=torch.float64)
-    agent.log_alpha_prime.data = torch.tensor(0.3, dtype=torch.float64)
+    agent.alpha_prime.data = torch.tensor(0.3, dtype=torch.float64)
     agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
     agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
     agent.alpha_optimizer = Adam([agent.log_alpha], 1e-3)
-    agent.alpha_prime_optimizer = Adam([agent.log_alpha_prime], 1e-3)
+    agent.alpha_prime_optimizer = Adam([agent.alpha_prime], 1e-3)
     return agent
 
 
@@ -123,24 +123,26 @@ VARIANTS: list[dict[str, Any]] = [
 def test_critic_loss_equals_an_independent_formula(variant: dict[str, Any], online: bool) -> None:
     agent, batch = make_agent(**variant), batch_with_returns()
     drawn = Drawn(agent.generator)
-    target = bellman_target(agent, batch, drawn, 1 if online and not variant.get("online_max_target_backup") else N)
+    best_of = N if not online or variant.keys() & {"online_max_target_backup", "online_cql"} else 1
+    target = bellman_target(agent, batch, drawn, best_of)
     data = values(agent.critic, batch.obs.numpy(), batch.actions.numpy(), E)
     expected, expected_term = float(np.mean([(q - target) ** 2 for q in data])), None
     if not online or variant.get("online_cql"):
         expected_term = conservative_term(agent, batch, drawn)
-        expected += (math.exp(0.3) if variant.get("lagrange_gap") else 5.0) * expected_term
+        expected += (math.log1p(math.exp(0.3)) if variant.get("lagrange_gap") else 5.0) * expected_term
     loss, term, _ = agent.critic_loss(batch, online)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert (term is None) == (expected_term is None)
     assert term is None or term.item() == pytest.approx(expected_term, rel=1e-6)
 
 
-def test_actor_loss_equals_an_independent_formula() -> None:
-    """Of all critics the smallest, not of those that a target would draw."""
-    agent, batch = make_agent(), make_batch()
+@pytest.mark.parametrize("actor_value", ["min", "mean"])
+def test_actor_loss_equals_an_independent_formula(actor_value: str) -> None:
+    """Of all critics, not of those that a target would draw."""
+    agent, batch = make_agent(actor_value=actor_value), make_batch()
     obs = batch.obs.numpy()
     actions, log_prob = drawn_from_policy(agent, obs, Drawn(agent.generator).normal(5, 2))
-    value = np.min(values(agent.critic, obs, actions, E), axis=0)
+    value = {"min": np.min, "mean": np.mean}[actor_value](values(agent.critic, obs, actions, E), axis=0)
     loss, returned, _ = agent.actor_loss(batch)
     assert loss.item() == pytest.approx((math.exp(-0.7) * log_prob - value).mean(), rel=1e-6)
     np.testing.assert_allclose(returned.numpy(), log_prob, rtol=1e-6)
@@ -151,9 +153,12 @@ def test_alpha_losses() -> None:
     loss, _ = agent.alpha_loss(torch.tensor([1.0, 2.5, -0.5]).double())
     assert loss.item() == pytest.approx(-math.exp(-0.7) * (1.0 - 2.0))
     loss, _ = agent.alpha_prime_loss(torch.tensor(2.0).double())
-    assert loss.item() == pytest.approx(-math.exp(0.3) * (2.0 - 0.8))
+    assert loss.item() == pytest.approx(-math.log1p(math.exp(0.3)) * (2.0 - 0.8))
     loss.backward()
-    assert agent.log_alpha_prime.grad.item() == pytest.approx(-math.exp(0.3) * 1.2)
+    assert agent.alpha_prime.grad.item() == pytest.approx(-1.2 / (1.0 + math.exp(-0.3)))
+    assert float32_agent(lagrange_gap=0.8).alpha_prime_loss(torch.zeros(()))[0].item() == pytest.approx(0.8)  # α' = 1
+    loss, _ = make_agent(target_entropy=-0.5).alpha_loss(torch.tensor([1.0, 2.5, -0.5]).double())
+    assert loss.item() == pytest.approx(0.0)
 
 
 def test_subsets_are_drawn_with_replacement_and_uniformly() -> None:
@@ -172,7 +177,7 @@ def test_each_loss_reaches_its_own_network_and_no_other() -> None:
         "critic.": agent.critic_loss(batch, online=False)[0],
         "actor.": agent.actor_loss(batch)[0],
         "log_alpha": agent.alpha_loss(torch.zeros(5).double())[0],
-        "log_alpha_prime": agent.alpha_prime_loss(torch.ones(()).double())[0],
+        "alpha_prime": agent.alpha_prime_loss(torch.ones(()).double())[0],
     }
     for owner, loss in losses.items():
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
