@@ -175,7 +175,7 @@ class Switch:
         self._order: Tensor | None = None
         self._fingerprint = self.dataset.fingerprint()
         new = not (run.folder / "checkpoint" / "state.pt").exists()
-        self._first = self._agent_of(args.init_from) if args.init_from and new else None
+        self._begins_with = self._agent_of(args.init_from) if args.init_from and new else None
 
     def open(self, run: Run, obs_dim: int, action_dim: int) -> dict[str, Any] | None:
         """`run.open()`, and what the run must know and say of the dataset. Returns the state to go on from.
@@ -228,9 +228,9 @@ class Switch:
 
         From a run of one of the algorithms `also` it takes what both have; given `parts`, those attributes alone.
         """
-        if self._first is None:
+        if self._begins_with is None:
             return
-        algo, theirs = self._first
+        algo, theirs = self._begins_with
         own = checkpoint.state_of(agent)
         if algo in also:
             theirs = {name: theirs.get(name, state) for name, state in own.items()}
