@@ -148,7 +148,7 @@ class Switch:
         Raises InputError as `load` does, where nobody knows the dataset's environment, and where the run of --init-from
         had its rewards scaled otherwise: its critics' values are of them.
         """
-        self.args = args
+        self.args, self._algo = args, run.config["algo"]
         self.dataset = load(
             args.dataset, run.device, reward_scale=reward_scale, reward_shift=reward_shift,
             normalize_returns=normalize_returns, compat=args.d4rl_compat, horizon=args.horizon,
@@ -231,6 +231,8 @@ class Switch:
         if self._begins_with is None:
             return
         algo, theirs = self._begins_with
+        if algo not in (self._algo, *also):
+            raise InputError(f"{self.args.init_from} was trained by {algo}: give --init-from a run of {self._algo}")
         own = checkpoint.state_of(agent)
         if algo in also:
             theirs = {name: theirs.get(name, state) for name, state in own.items()}

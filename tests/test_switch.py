@@ -283,6 +283,14 @@ class TestRuns:
         with pytest.raises(InputError, match=r"nowhere is not a run folder"):
             module("iql").train(bad)
 
+    @pytest.mark.parametrize("algo", ["iql", "expo"])
+    def test_another_algorithms_run_is_refused(self, small: Any, tmp_path: Path, algo: str) -> None:
+        first = small("bc", offline_steps=5, online_steps=0, run_dir=tmp_path / "first")
+        module("bc").train(first)
+        scale = {"normalize_returns": False} if algo == "iql" else {}
+        with pytest.raises(InputError, match=f"was trained by bc: give --init-from a run of {algo}"):
+            module(algo).train(small(algo, init_from=first.run_dir, **scale))
+
     def test_another_dataset_at_resume_is_refused(self, small: Any, tmp_path: Path) -> None:
         path = tmp_path / "data.hdf5"
         path.write_bytes(PENDULUM.read_bytes())
