@@ -69,6 +69,15 @@ def scores(folder: str) -> Curves:
     return found
 
 
+def minutes(folder: str) -> dict[tuple[str, str], list[float]]:
+    """Of results/<folder>: wall-clock minutes of the runs of each (algorithm, dataset), evaluations included."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in kept_runs(RESULTS / folder):
+        if time := run.config.get("time"):
+            found[run.algo, run.task].append(time["seconds"] / 60)
+    return found
+
+
 def by_updates() -> Curves:
     """The curves of results/offline, their steps counted from the first update."""
     found = scores("offline")

@@ -6,7 +6,7 @@ Scores are those of `offline.scores`, of the deterministic policy over each eval
 import statistics
 from collections.abc import Callable
 
-from bench.curves import Curve, behaviour, by_updates, scores
+from bench.curves import Curve, behaviour, by_updates, minutes, scores
 from bench.intervals import estimate, interquartile_mean
 
 ALGORITHMS = {
@@ -20,6 +20,11 @@ def spread(values: list[float]) -> str:
     """Mean ± standard deviation (how many)."""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{deviation} ({len(values)})" if values else "not run"
+
+
+def median(values: list[float]) -> str:
+    """The median, where there is one."""
+    return f"{statistics.median(values):.1f}" if values else ""
 
 
 def offline_table() -> str:
@@ -92,14 +97,24 @@ def comparison(folder: str, variants: dict[str, str]) -> dict[str, dict[str, dic
 def comparison_table(
     folder: str, variants: dict[str, str], header: str, columns: Callable[[list[Curve], int], list[list[float]]]
 ) -> str:
-    """A line for each dataset and variant; `columns` are of its seeds' curves and the last step that all got to."""
-    lines = [f"| | | {header} |", "|---" * (header.count("|") + 3) + "|"]
-    for dataset, found in comparison(folder, variants).items():
+    """A line for each dataset and variant: `columns` are of its seeds' curves and the last step that all got to. Behind
+    them the variants that were run on every dataset, each column's interquartile mean over all their runs.
+    """
+    lines = [f"| | | {header} | minutes |", "|---" * (header.count("|") + 4) + "|"]
+    compared, took = comparison(folder, variants), minutes(folder)
+    whole: dict[str, list[list[list[float]]]] = {name: [] for name in variants.values()}
+    for dataset, found in compared.items():
         last = min(max(curve) for seeds in found.values() for curve in seeds.values())
-        for name, seeds in found.items():
-            cells = " | ".join(map(spread, columns(list(seeds.values()), last)))
-            lines.append(f"| {dataset}, {last:,} steps | {name} | {cells} |")
-    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run |" + " |" * (header.count("|") + 2)])
+        for variant, name in variants.items():
+            if name in found:
+                whole[name].append(columns(list(found[name].values()), last))
+                cells = " | ".join([*map(spread, whole[name][-1]), median(took[variant, dataset])])
+                lines.append(f"| {dataset}, {last:,} steps | {name} | {cells} |")
+    for name, datasets in whole.items():
+        if len(datasets) == len(compared) > 1:
+            means = [estimate(interquartile_mean, column).text(1) for column in zip(*datasets, strict=True)]
+            lines.append(f"| interquartile mean | {name} | {' | '.join(means)} | |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run |" + " |" * (header.count("|") + 3)])
 
 
 def wsrl_table() -> str:

@@ -90,11 +90,18 @@ class TestFromDatasets:
             facts = {"environment": "Hopper-v4", "score": 31.0}
             (tmp_path / "datasets" / f"{name}.json").write_text(json.dumps(facts))
 
-        def add(folder: str, algo: str, dataset: str, seed: int, env: str = "Hopper-v4", **scores: float) -> None:
-            """Two episodes an evaluation, 10 points below and above; s5=30.0 is score 30 at step 5, m5 at step -5."""
+        def add(
+            folder: str, algo: str, dataset: str, seed: int, env: str = "Hopper-v4", seconds: int = 0, **scores: float
+        ) -> None:
+            """Two episodes an evaluation, 10 points below and above; s5=30.0 is score 30 at step 5, m5 at step -5; all
+            took so many seconds.
+            """
             path = tmp_path / folder / algo / dataset / str(seed) / "evaluations.csv"
             path.parent.mkdir(parents=True)
             (path.parent / "config.json").write_text(json.dumps({"arguments": {"env": env, "offline_steps": 100_000}}))
+            if seconds:  # its log: a third of the time for the first thousand steps, the rest for the second
+                log = f"-99000,time/steps_per_second,{3_000 / seconds}\n-98000,time/steps_per_second,{1_500 / seconds}"
+                (path.parent / "metrics.csv").write_text(f"step,name,value\n{log}\n")
             lines = ["step,episode,return,length,success,normalized_score"]
             for key, score in scores.items():
                 step = int(key[1:]) * (-1 if key[0] == "m" else 1)
@@ -142,18 +149,19 @@ class TestFromDatasets:
 
     def test_wsrl_beside_its_variants(self, results: Callable[..., None]):
         """At the switch, the lowest until 20 000, at 20 000, and where the shortest run ends; solved episodes in per
-        cent where returns have no scale.
+        cent where returns have no scale; how long it took; then the variants that have run everywhere.
         """
-        results("wsrl", "wsrl", "a", 1, s0=30.0, s5000=10.0, s10000=25.0, s20000=40.0, s25000=5.0, s40000=80.0)
-        results("wsrl", "wsrl", "a", 2, s0=50.0, s10000=20.0, s20000=60.0, s40000=90.0, s60000=0.0)
+        results("wsrl", "wsrl", "a", 1, seconds=60, s0=30.0, s5000=10.0, s10000=25.0, s20000=40.0, s25000=5.0, s40000=8)
+        results("wsrl", "wsrl", "a", 2, seconds=120, s0=50.0, s10000=20.0, s20000=60.0, s40000=90.0, s60000=0.0)
         results("wsrl", "mix", "a", 1, s0=30.0, s10000=40.0, s20000=50.0, s40000=60.0)
         results("wsrl", "wsrl", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
         results("wsrl", "wsrl", "scored", 1, env="", s0=50.0, s20000=90.0)  # its environment came with the dataset
         assert offline_report.wsrl_table().splitlines()[2:] == [
-            "| a, 40,000 steps | WSRL | 40.0 ± 14.1 (2) | 15.0 ± 7.1 (2) | 50.0 ± 14.1 (2) | 85.0 ± 7.1 (2) |",
-            "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) |",
-            "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |",
-            "| scored, 20,000 steps | WSRL | 50.0 (1) | 90.0 (1) | 90.0 (1) | 90.0 (1) |",
+            "| a, 40,000 steps | WSRL | 40.0 ± 14.1 (2) | 15.0 ± 7.1 (2) | 50.0 ± 14.1 (2) | 49.0 ± 58.0 (2) | 1.5 |",
+            "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) |  |",
+            "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |  |",
+            "| scored, 20,000 steps | WSRL | 50.0 (1) | 90.0 (1) | 90.0 (1) | 90.0 (1) |  |",
+            "| interquartile mean | WSRL | 50.0 | 55.0 | 75.0 | 90.0 | |",
         ]
 
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):
@@ -161,8 +169,8 @@ class TestFromDatasets:
         results("expo", "rlpd", "a", 1, s0=0.0, s5=10.0, s10=30.0)
         results("expo", "expo", "a", 1, s0=0.0, s5=20.0, s10=60.0, s20=99.0)
         assert offline_report.expo_table().splitlines()[2:] == [
-            "| a, 10 steps | EXPO | 20.0 (1) | 60.0 (1) | 40.0 (1) |",
-            "| a, 10 steps | RLPD | 10.0 (1) | 30.0 (1) | 20.0 (1) |",
+            "| a, 10 steps | EXPO | 20.0 (1) | 60.0 (1) | 40.0 (1) |  |",
+            "| a, 10 steps | RLPD | 10.0 (1) | 30.0 (1) | 20.0 (1) |  |",
         ]
 
 
