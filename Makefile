@@ -45,7 +45,7 @@ play: setup ## a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
 report: setup ## results/report.html, the docs' tables and the figures, from the raw data in results/
 	$(BIN)/python bench/report.py $(ARGS)
 
-speed: setup $(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed ## steps/s beside Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql", DEVICE=cuda)
+speed: setup $(if $(filter wsrl expo,$(ARGS)),,$(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed) ## steps/s beside Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql", DEVICE=cuda)
 	$(BIN)/python bench/speed.py $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 load: setup $(VENV)-d3rlpy/installed ## a D4RL file of a million transitions, loaded beside d3rlpy

@@ -258,9 +258,8 @@ class EXPO:
 
     def critic_loss(self, batch: Batch, candidates: Tensor) -> tuple[Tensor, Metrics]:
         """Bellman error of every critic; `candidates` [k, batch, action_dim] are for next_obs."""
-        target = self.target(batch, candidates)
         values = self.critic(batch.obs, batch.actions)
-        loss = (values - target).square().mean()
+        loss = (values - self.target(batch, candidates)).square().mean()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def base_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -359,10 +358,11 @@ def train(args: Args) -> None:
     random_steps = 0 if args.offline_steps or args.init_from else args.random_steps or 0
 
     def learn() -> None:
-        """What belongs to the last step: the base policy alone in pre-training; nothing while actions are random."""
+        """What belongs to the last step: the base policy alone in pre-training; nothing while data are collected."""
         nonlocal metrics
         agent.decay(run.step)
-        for _ in range(1 if run.step <= 0 else args.num_envs if run.step > random_steps else 0):
+        waits = 0 < run.step <= random_steps or not switch.updates(run.step)
+        for _ in range(0 if waits else args.num_envs if run.step > 0 else 1):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)
 

@@ -23,7 +23,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -38,7 +37,7 @@ from common.errors import InputError
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
 from common.replay_buffer import Batch
-from common.run import Run
+from common.run import Run, folder_of
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, run_config, with_presets
@@ -309,23 +308,23 @@ class WSRL:
         return metrics | actor_metrics | alpha_metrics
 
 
-def with_networks_of(args: Args, folder: Path) -> Args:
-    """The arguments with the shapes of the networks that a run of cql.py, iql.py or this file left in `folder`, or an
+def with_networks(args: Args) -> Args:
+    """The arguments with the shapes of the networks of --init-from, a run of cql.py, iql.py or this file, or an
     InputError."""
-    theirs = run_config(folder)
-    if theirs["algo"] not in ("cql", "iql", "wsrl"):
-        raise InputError(f"{folder} was trained by {theirs['algo']}: give --init-from a run of cql, iql or wsrl")
+    if args.init_from is None:
+        return args
+    own = folder_of("wsrl", args)  # of a run that goes on: that of --init-from may be gone
+    theirs = run_config(own if (own / "checkpoint").exists() else args.init_from)
+    if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
+        raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
     was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
     shapes = {"hidden": was["hidden"], "critic_hidden": was.get("critic_hidden") or was["hidden"]}
     shapes |= {"critics": was["critics"], "layer_norm": was.get("layer_norm", False)}
-    shapes["std"] = was.get("std", "uniform" if theirs["algo"] == "iql" else "exp")
-    return dataclasses.replace(args, **shapes)
+    return dataclasses.replace(args, **shapes, std=was.get("std", "uniform" if algo == "iql" else "exp"))
 
 
 def train(args: Args) -> None:
-    if args.init_from is not None:
-        args = with_networks_of(args, args.init_from)
-    args = with_presets(args, PRESETS)
+    args = with_presets(with_networks(args), PRESETS)
     run = Run("wsrl", args)
     switch = Switch(
         args, run, args.reward_scale or 1.0, args.reward_shift or 0.0, failure=args.failure_reward,

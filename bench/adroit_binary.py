@@ -39,7 +39,7 @@ class Args:
     """A Minari id, a D4RL id, or the path of an HDF5 file in D4RL's layout."""
     output: str
     """The file, which ends in .hdf5."""
-    task: Literal["pen", "door"] = "pen"
+    task: Literal["pen", "door", "relocate"] = "pen"
     """Whose observations the demonstrations hold."""
     goes_on: bool = False
     """RLPD's and EXPO's convention instead of Cal-QL's and WSRL's."""

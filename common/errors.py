@@ -1,4 +1,4 @@
-"""The two ways a command ends badly. `common.run.command_line` turns them into one message and an exit status."""
+"""The two ways a command ends badly, which `common.command_line` turns into one message and an exit status."""
 
 from typing import Any
 

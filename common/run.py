@@ -111,6 +111,16 @@ class OnlineArgs(RunArgs):
         return 0, self.total_steps
 
 
+def name_of(algo: str, args: RunArgs) -> str:
+    """<algorithm>__<task>__<seed>, of characters that every file system takes."""
+    return f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
+
+
+def folder_of(algo: str, args: RunArgs) -> Path:
+    """Where the run is, or will be."""
+    return args.run_dir or Path("runs") / name_of(algo, args)
+
+
 class Run:
     """The folder of a run and what happens in it. Nothing is written before `open`, so bad input leaves no trace."""
 
@@ -125,8 +135,8 @@ class Run:
         # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
         torch.set_flush_denormal(True)
         keep_freed_memory()
-        self.name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
-        self.folder = args.run_dir or Path("runs") / self.name
+        self.name = name_of(algo, args)
+        self.folder = folder_of(algo, args)
         self.device = device(args.device)
         self._signal = 0
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}

@@ -194,9 +194,11 @@ class AdroitBinary(gym.Wrapper[Array, Array, Any, Any]):
 
 
 def solved(task: str, obs: Array) -> NDArray[np.bool_]:
-    """[n]: whether Adroit's pen or door is where it should be, by obs [n, obs_dim] of the step's end."""
+    """[n]: whether Adroit's pen, door or ball is where it should be, by obs [n, obs_dim] of the step's end."""
     if task == "pen":  # near enough, and its direction within 18° of the one asked for
         is_solved = (np.linalg.norm(obs[:, 39:42], axis=1) < 0.075) & ((obs[:, 33:36] * obs[:, 36:39]).sum(1) > 0.95)
+    elif task == "relocate":
+        is_solved = np.linalg.norm(obs[:, 36:39], axis=1) < 0.1  # from the ball to its target, in metres
     else:
         is_solved = obs[:, 28] >= 1.35  # the hinge, in radians
     return np.asarray(is_solved)

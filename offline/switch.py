@@ -62,7 +62,8 @@ class OfflineArgs(OffPolicyArgs):
     buffer_size: int = 1_000_000
     """Online transitions that the replay buffer holds."""
     init_from: Path | None = None
-    """A run folder of the same algorithm, with whose networks this run begins."""
+    """A run folder of the same algorithm, with whose networks this run begins (wsrl: of cql and iql too; expo: its base
+    policy alone)."""
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None

@@ -73,6 +73,7 @@ def _recipe_of_file(output: str) -> dict[str, Any] | None:
     if path.suffix != ".hdf5":
         raise InputError(f"--output {output}: give a file that ends in .hdf5, or {MINARI}namespace/name-v0")
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".part")
         aside.touch()
         aside.unlink()

@@ -245,7 +245,7 @@ PENDULUM = ("--env", "Pendulum-v1", "--policy", "random")
         ([*PENDULUM], ["--output"]),
         ([*PENDULUM, "--output", "x.h5"], [".hdf5", "minari:"]),
         ([*PENDULUM, "--output", "minari:x"], ["minari:namespace/name-v0"]),
-        ([*PENDULUM, "--output", "no/x.hdf5"], ["no/x.hdf5 cannot be written", "--output"]),
+        ([*PENDULUM, "--output", "/proc/no/x.hdf5"], ["/proc/no/x.hdf5 cannot be written", "--output"]),
         ([*PENDULUM, "--output", "/proc/x.hdf5"], ["/proc/x.hdf5 cannot be written"]),
         ([*PENDULUM, "--output", "text.hdf5"], ["text.hdf5 exists and was not written by this"]),
         ([*PENDULUM, "--output", "minari:other-v0"], ["other-v0 exists and was not written by this"]),

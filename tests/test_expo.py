@@ -528,6 +528,16 @@ class TestRuns:
         assert same(states[0]["base"], states[1]["base"])
         assert not same(states[1]["critic"], states[2]["critic"])
 
+    def test_without_the_data_nothing_is_learned_in_the_warm_up(self, small: Any, tmp_path: Any) -> None:
+        states = []
+        for online in (30, 40, 41):
+            args = small("expo", offline_steps=20, online_steps=online, retain="none", warmup_steps=40,
+                         run_dir=tmp_path / str(online))  # fmt: skip
+            module("expo").train(args)
+            states.append(final_state(args.run_dir)["agent"])
+        assert same(states[0]["critic"], states[1]["critic"])
+        assert not same(states[1]["critic"], states[2]["critic"])
+
     def test_behind_pre_training_no_step_is_random(self, small: Any, tmp_path: Any) -> None:
         args = small("expo", offline_steps=20, online_steps=1, random_steps=40, run_dir=tmp_path / "a")
         module("expo").train(args)

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,18 @@ class TestRuns:
             module("wsrl").train(small("wsrl", **begun))
         scale, shift = re.findall(r"--reward-s\w+ (\S+)", str(refused.value))
         module("wsrl").train(small("wsrl", **begun, reward_scale=float(scale), reward_shift=float(shift)))
+
+    def test_a_run_that_goes_on_does_not_need_what_it_began_with(self, small: Any, tmp_path: Path) -> None:
+        first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
+        module("cql").train(first)
+        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
+        module("wsrl").train(args)
+        shutil.rmtree(first.run_dir)
+        (args.run_dir / "DONE").unlink()  # as if it had been killed behind its last checkpoint
+        module("wsrl").train(args)
+        with pytest.raises(SystemExit) as finished:
+            module("wsrl").train(args)
+        assert not finished.value.code
 
     def test_another_kind_of_run_is_refused(self, small: Any, tmp_path: Path) -> None:
         first = small("bc", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
