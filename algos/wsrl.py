@@ -37,7 +37,7 @@ from common.errors import InputError
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
 from common.replay_buffer import Batch
-from common.run import Run, folder_of
+from common.run import Run, name_and_folder
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, run_config, with_presets
@@ -313,7 +313,7 @@ def with_networks(args: Args) -> Args:
     InputError."""
     if args.init_from is None:
         return args
-    own = folder_of("wsrl", args)  # of a run that goes on: that of --init-from may be gone
+    _, own = name_and_folder("wsrl", args)  # of a run that goes on: that of --init-from may be gone
     theirs = run_config(own if (own / "checkpoint").exists() else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")

@@ -111,14 +111,10 @@ class OnlineArgs(RunArgs):
         return 0, self.total_steps
 
 
-def name_of(algo: str, args: RunArgs) -> str:
-    """<algorithm>__<task>__<seed>, of characters that every file system takes."""
-    return f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
-
-
-def folder_of(algo: str, args: RunArgs) -> Path:
-    """Where the run is, or will be."""
-    return args.run_dir or Path("runs") / name_of(algo, args)
+def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
+    """<algorithm>__<task>__<seed>, of characters that every file system takes, and where the run is or will be."""
+    name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
+    return name, args.run_dir or Path("runs") / name
 
 
 class Run:
@@ -135,8 +131,7 @@ class Run:
         # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
         torch.set_flush_denormal(True)
         keep_freed_memory()
-        self.name = name_of(algo, args)
-        self.folder = folder_of(algo, args)
+        self.name, self.folder = name_and_folder(algo, args)
         self.device = device(args.device)
         self._signal = 0
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
