@@ -84,8 +84,9 @@ class Args(OfflineArgs):
     """Actions n from each of the three sources."""
     cql_temperature: float = 1.0
     """Temperature of the log-sum-exp."""
-    importance_sampling: bool = True
-    """Divide by the density each action was drawn with, CQL(H); else CQL(ρ), where the data's action is one more."""
+    importance_sampling: bool | None = None
+    """Divide by the density each action was drawn with, CQL(H); else CQL(ρ), where the data's action is one more; by
+    the dataset's domain."""
     cql_clip_min: float | None = None
     """Where a transition's term is cut off from below (CORL on AntMaze: -200)."""
     lagrange_gap: float | None = None
@@ -103,10 +104,10 @@ class Args(OfflineArgs):
     Cal-QL's returns-to-go."""
 
 
-# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL; maze2d: CORL; adroit: CORL's, narrower.
+# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL; maze2d, adroit: CORL.
 LOCOMOTION = {
     "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False, "cql_weight": 5.0,
-    "lagrange_gap": 0.0, "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
+    "lagrange_gap": 0.0, "importance_sampling": True, "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
 }  # fmt: skip
 WIDE = LOCOMOTION | {"hidden": (512,) * 3, "critic_hidden": (512,) * 3, "max_target_backup": True}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -117,7 +118,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "adroit": LOCOMOTION | {"hidden": (256,) * 3, "critic_hidden": (256,) * 3, "cql_weight": 1.0},
     "adroit-binary": WIDE | {"hidden": (512, 512), "cql_weight": 1.0,
                              "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0},
-    "kitchen": WIDE | {"reward_shift": -4.0},
+    "kitchen": WIDE | {"reward_shift": -4.0, "importance_sampling": False},
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ arXiv 2101.05982). Online it is SAC at four critic updates a step.
 The paper's comparisons are flags:
 - the data retained: --retain mix            - no warm-up: --warmup-steps 0
 - random warm-up: --warmup random            - pessimism kept: --online-cql
-- RLPD, from scratch with the data: --offline-steps 0 --retain mix --warmup random
+- RLPD, from scratch with the data: --offline-steps 0 --retain mix
 
 Where the authors' code and this one differ (docs/wsrl.md says why):
 - an optimiser moves when its loss is computed and not otherwise: theirs applies Adam with zero gradients too;
@@ -358,7 +358,8 @@ def train(args: Args) -> None:
         """What belongs to the last step: pre-training; nothing in the warm-up; online learning."""
         nonlocal metrics
         online = run.step > 0
-        if online and not (run.step > max(args.warmup_steps, sizes[True]) and switch.updates(run.step)):
+        own = sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0)  # online transitions of a batch
+        if online and not (run.step > max(args.warmup_steps, own) and switch.updates(run.step)):
             return
         for _ in range(args.num_envs if online else 1):
             with run.logger.timed("update"):

@@ -1,6 +1,6 @@
 """Our own suite of datasets: halfcheetah, hopper, walker2d × medium, medium-replay, expert, 200 000 transitions each.
 
-    make datasets                                  # into data/, what is in them into results/datasets/
+    make datasets                                  # into data/, what is in them into results/datasets/ or beside them
     make datasets ARGS="--experts path/to/zips"    # with the experts' policies from there instead of the web
 
 As D4RL made its own (Fu et al. 2020, section 5): an online run that stops near a third of the expert's return gives
@@ -89,15 +89,21 @@ def build(name: str, args: Args) -> None:
     _run(f"{collect} --policy", str(expert), "--output", str(args.folder / f"{name}-expert.hdf5"))
 
 
-def describe(name: str, kind: str, folder: Path) -> None:
-    """What is in a dataset, into results/datasets/: coverage is relative to the robot's replay buffer."""
+def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "results" / "datasets") -> None:
+    """What is in a dataset, into results/datasets/, where another of its name is not described already, else beside it.
+
+    Coverage is relative to the robot's replay buffer.
+    """
     path, reference = folder / f"{name}-{kind}.hdf5", folder / f"{name}-medium-replay.hdf5"
-    out = ROOT / "results" / "datasets" / f"{name}-{kind}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _run("-m offline.inspect", str(path), "--reference", str(reference), "--json", str(out))
-    found = json.loads(out.read_text())
+    beside, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
+    _run("-m offline.inspect", str(path), "--reference", str(reference), "--json", str(beside))
+    found = json.loads(beside.read_text())
     del found["columns"]
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
+    if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
+        out = beside
+        sys.stderr.write(f"{path} is not the one that the results are of: described in {out}\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
         file.write((json.dumps(found, indent=1) + "\n").encode())
 

@@ -26,7 +26,7 @@ def missing_list() -> str:
         ("Online", ONLINE, online(), ENVIRONMENTS, 10, STEPS[-1]),
         ("Offline", ALGORITHMS, by_updates(), DATASETS, ENOUGH, UPDATES[-1]),
         ("From offline to online", SWITCHES, scores("online"), ("hopper-medium",), 2, 50_000),
-        ("WSRL's comparison", VARIANTS, scores("wsrl"), ("pen-binary", "hopper-medium", "maze2d-medium"), 3, 40_000),
+        ("WSRL's comparison", VARIANTS, scores("wsrl"), ("pen-binary", "hopper-sac-200k", "maze2d-medium"), 3, 20_000),
         ("EXPO's comparison", EXPO, scores("expo"), ("pen-binary-time", "maze2d-medium"), 3, 20_000),
     )
     lines = []

@@ -209,7 +209,9 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     facts = dict(layout.file.attrs)
     env = ENVIRONMENTS.get(source) if entry else trusted_environment(facts.get("env"))
     rewards = layout.column("rewards").astype(np.float64)
-    terminals = layout.column("terminals") != 0
+    # A kitchen's episode ends when all four tasks are complete, which its files do not say (WSRL's fork of D4RL does).
+    complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan
+    terminals = (layout.column("terminals") != 0) | (rewards == complete)
     finals = _finals(layout, terminals, entry, horizon, after_limit=0 if compat else None)
     next_known = "next_observations" in layout.file and not compat
     last_rows = _last_rows(terminals, finals)
@@ -227,6 +229,7 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
         for first in range(0, layout.rows, step):
             try:
                 block = _block(layout, first, min(first + step, layout.rows), next_known, last_rows, compat)
+                block = block._replace(terminations=block.terminations | (block.rewards == complete))
             except (OSError, RuntimeError, ValueError) as error:
                 raise _damaged(layout.path, error) from None
             rows = keep[first : first + step]

@@ -51,6 +51,18 @@ class TestEpisodes:
         assert recording.ends.tolist() == [3, 6, 9, 10]
         assert np.isnan(recording.lost_rewards).all()
 
+    def test_a_kitchen_with_all_four_tasks_complete_is_terminal(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path))
+        rewards = np.array([1, 3, 4, 4, 0, 2, 3], np.float32)
+        path = make(tmp_path / Path(d4rl.IDS["kitchen-mixed-v0"].file).name, "...o..o", rewards=rewards)
+        recording = d4rl.read("kitchen-mixed-v0")
+        assert joined(recording).terminations.tolist() == [0, 0, 1, 1, 0, 0]
+        assert recording.ends.tolist() == [3, 4, 6]
+        for others in (d4rl.read("kitchen-mixed-v0", compat=True), d4rl.read(str(path))):  # D4RL's own, and no kitchen
+            assert not joined(others).terminations.any()
+
     def test_a_terminal_step_at_the_time_limit_is_a_termination(self, tmp_path: Path) -> None:
         recording = d4rl.read(str(make(tmp_path / "a.hdf5", "..b..o")))
         assert joined(recording).terminations.tolist() == [0, 0, 1, 0, 0]

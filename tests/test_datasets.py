@@ -1,0 +1,26 @@
+"""Our own suite of datasets: what results are of stays described as it was."""
+
+import json
+from pathlib import Path
+
+from bench.datasets import describe
+from offline.collect import Args, collect
+from offline.dataset import load
+
+
+def random_data(path: Path, seed: int) -> None:
+    collect(Args(env="Pendulum-v1", policy=("random",), transitions=200, seed=seed, output=str(path)))
+
+
+def test_another_dataset_of_the_same_name_is_described_beside_itself(tmp_path: Path, capsys):
+    described, first, second = (tmp_path / name for name in ("results", "first", "second"))
+    for folder, seed in ((first, 1), (second, 2)):
+        random_data(folder / "x-medium.hdf5", seed)
+        random_data(folder / "x-medium-replay.hdf5", 3)
+        describe("x", "medium", folder, described)
+    facts = {folder: json.loads((folder / "x-medium.json").read_text()) for folder in (described, second)}
+    for folder, of in ((described, first), (second, second)):
+        assert facts[folder]["fingerprint"] == load(str(of / "x-medium.hdf5")).fingerprint()
+        assert facts[folder]["transitions"] == 200
+    assert facts[described]["fingerprint"] != facts[second]["fingerprint"]
+    assert "not the one that the results are of" in capsys.readouterr().err
