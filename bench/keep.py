@@ -33,10 +33,13 @@ class Kept(NamedTuple):
 
 
 def keep(run: Path, kept: Path) -> None:
-    """Of a path only the last part stays, of the run's own folder nothing; of metrics.csv how long the run took."""
+    """Of a path only the last part stays, or where that is a seed the last three, of the run's own folder nothing; of
+    metrics.csv how long the run took.
+    """
     config = json.loads((run / "config.json").read_text())
     arguments = config["arguments"]
-    arguments |= {name: Path(arguments[name]).name for name in PATHS if arguments.get(name)}
+    paths = {name: Path(arguments[name]) for name in PATHS if arguments.get(name)}
+    arguments |= {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
     arguments.pop("run_dir", None)
     if (run / "metrics.csv").exists():
         config["time"] = time_taken(run / "metrics.csv", -arguments.get("offline_steps", 0))

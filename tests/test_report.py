@@ -176,14 +176,19 @@ class TestFromDatasets:
 
 def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     (tmp_path / "run").mkdir()
-    arguments = {"dataset": "/somewhere/data/a.hdf5", "run_dir": str(tmp_path), "init_from": "/runs/b", "gamma": 0.9}
+    arguments = {
+        "dataset": "/somewhere/data/a.hdf5",
+        "run_dir": str(tmp_path),
+        "init_from": "/runs/b/a/1",
+        "gamma": 0.9,
+    }
     (tmp_path / "run" / "config.json").write_text(json.dumps({"algo": "iql", "arguments": arguments, "commit": "c"}))
     (tmp_path / "run" / "evaluations.csv").write_text("step,return\n0,1.5\n")
     keep(tmp_path / "run", tmp_path / "iql" / "a" / "1")
     (run,) = kept_runs(tmp_path)
     assert run == (
         "iql", "a", "1",
-        {"algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b", "gamma": 0.9}, "commit": "c"},
+        {"algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b/a/1", "gamma": 0.9}, "commit": "c"},
         [{"step": "0", "return": "1.5"}],
     )  # fmt: skip
 
