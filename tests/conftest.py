@@ -9,13 +9,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
+from gymnasium.spaces import Box
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothing from more; shared machines lose much
 
 import torch
 
 from common import checkpoint
+from common.replay_buffer import Batch, ReplayBuffer
 from common.run import RunArgs
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +90,24 @@ def arguments_of(algo: str, changed: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+class Failing(gym.Env[Any, Any]):
+    """Every step fails, with reward -1; episodes of two steps end in turn by truncation, by termination and by both."""
+
+    observation_space = Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = Box(-1, 1, (1,), np.float32)
+    steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        self.steps += 1
+        end = {2: "truncation", 4: "termination", 0: "both"}.get(self.steps % 6)
+        return np.zeros(3, np.float32), -1.0, end in ("termination", "both"), end in ("truncation", "both"), {}
+
+
+gym.register("Failing-v0", entry_point=Failing)  # its spaces are Pendulum's
 every_algorithm = pytest.mark.parametrize("algo", sorted(SMALL))
 
 
@@ -161,3 +183,11 @@ def same(a: Any, b: Any) -> bool:
 def replay_bytes(folder: Path) -> bytes:
     """The rows of the replay buffer, in order."""
     return b"".join(path.read_bytes() for path in sorted((folder / "checkpoint" / "replay").glob("*.rows")))
+
+
+def stored(folder: Path) -> Batch:
+    """The online transitions of a run's last checkpoint, in order; of 3 observations and 1 action."""
+    state = final_state(folder)["buffer"]
+    buffer = ReplayBuffer(state["added"], 3, 1, returns_to_go=len(state["widths"]) == 6)
+    buffer.load(folder / "checkpoint" / "replay", state)
+    return buffer.at(torch.arange(len(buffer)))

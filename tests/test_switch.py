@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PENDULUM, final_state, module, replay_bytes, same
+from conftest import OFFLINE, PENDULUM, final_state, module, replay_bytes, same, stored
 from d4rl_file import make
 
 from algos.iql import PRESETS, Args
 from common.errors import InputError
+from common.replay_buffer import Batch
 from common.run import Run
 from offline.dataset import load
 from offline.switch import Switch, domain, with_presets
@@ -320,3 +321,45 @@ class TestRuns:
         module("iql").train(args)
         row = 4 * sum(load(str(PENDULUM)).buffer.widths)
         assert len(replay_bytes(args.run_dir)) == 40 * row
+
+
+@pytest.mark.parametrize("algo", OFFLINE)
+def test_terminations_alone_cut_the_bootstrap_of_what_is_stored_online(small: Any, algo: str) -> None:
+    args = small(algo, env="Failing-v0", offline_steps=1, online_steps=12)
+    module(algo).train(args)
+    assert stored(args.run_dir).terminations.tolist() == [0, 0, 0, 1, 0, 1] * 2
+
+
+SPARSE = {"reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0, "calibrated": True}
+
+
+@pytest.mark.parametrize(
+    ("algo", "changed", "failure", "success"),
+    [
+        ("cql", SPARSE, -5, 5),
+        ("wsrl", SPARSE | {"online_cql": True}, -5, 5),
+        ("iql", {"reward_shift": -3.0, "normalize_returns": False}, -4, -3),
+        ("expo", {"reward_shift": -3.0}, -4, -3),
+    ],
+)
+def test_a_runs_reward_flags_reach_the_dataset_and_what_is_stored_online(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    algo: str, changed: dict[str, Any], failure: float, success: float,
+) -> None:  # fmt: skip
+    """Scaled and shifted; and with returns-to-go an episode that only failed goes on for ever."""
+    solved = np.repeat([0.0, 1.0], 5)  # the second of two episodes, at its end
+    path = make(tmp_path / "data.hdf5", "....o....t", observations=np.tile(solved[:, None], 3),
+                actions=np.zeros((10, 1)), rewards=np.eye(10)[9] - 1)  # fmt: skip
+    drawn: list[Batch] = []
+    sample = Switch.sample
+    monkeypatch.setattr(Switch, "sample", lambda *args: drawn.append(batch := sample(*args)) or batch)
+    args = small(algo, dataset=str(path), env="Failing-v0", gamma=0.9, batch_size=64, offline_steps=1, online_steps=4,
+                 **changed)  # fmt: skip
+    module(algo).train(args)
+    data, online = drawn[0], stored(args.run_dir)
+    assert set(data.rewards.tolist()) == {failure, success}
+    assert online.rewards.tolist() == [failure] * 4
+    if "failure_reward" in changed:
+        for to_go in (data.returns_to_go[data.obs[:, 0] == 0], online.returns_to_go):
+            assert to_go.tolist() == pytest.approx([failure / (1 - 0.9)] * len(to_go))
+        assert data.returns_to_go.max().item() == success
