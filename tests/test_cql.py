@@ -201,16 +201,13 @@ def test_multiplier_stays_out_without_a_gap():
     assert "charts/alpha_prime" not in metrics
 
 
-@pytest.mark.parametrize("bc_steps", [0, 1])
-def test_each_loss_reaches_its_own_network_and_no_other(bc_steps: int):
-    agent, batch = (
-        make_agent(lagrange_gap=1.0, calibrated=True, backup_entropy=True, bc_steps=bc_steps),
-        calibrated_batch(),
-    )
+@pytest.mark.parametrize("imitate", [False, True])
+def test_each_loss_reaches_its_own_network_and_no_other(imitate: bool):
+    agent, batch = make_agent(lagrange_gap=1.0, calibrated=True, backup_entropy=True), calibrated_batch()
     named = {**dict(parameters(agent)), "log_alpha": agent.log_alpha, "log_alpha_prime": agent.log_alpha_prime}
     losses = {
         "critic.": agent.critic_loss(batch)[0],
-        "actor.": agent.actor_loss(batch)[0],
+        "actor.": agent.actor_loss(batch, imitate)[0],
         "log_alpha": agent.alpha_loss(torch.zeros(5).double())[0],
         "log_alpha_prime": agent.alpha_prime_loss(torch.ones(2).double())[0],
     }
@@ -250,15 +247,28 @@ def test_several_actions_of_a_state_are_valued_as_one_by_one():
     torch.testing.assert_close(together, torch.stack([agent.critic(batch.obs, a) for a in actions], dim=1))
 
 
-def test_update_moves_every_network_by_its_loss_before_any_moved():
-    """One Adam step by hand: the first step moves a parameter by lr · g / (|g| + 1e-8)."""
+class Slope:
+    """In an optimiser's place: a step along the gradient, whose length Adam's first step does not show."""
+
+    def __init__(self, *parameters: torch.Tensor) -> None:
+        self.parameters = parameters
+
+    def descend(self, loss: torch.Tensor) -> None:
+        for parameter, gradient in zip(self.parameters, torch.autograd.grad(loss, self.parameters), strict=True):
+            parameter.data -= 1e-3 * gradient
+
+
+@pytest.mark.parametrize("imitate", [False, True])
+def test_update_moves_every_network_by_its_loss_before_any_moved(imitate: bool):
     changed = {"lagrange_gap": 1.0, "calibrated": True}
     agent, twin, batch = make_agent(**changed), make_agent(**changed), calibrated_batch()
-    actor_loss, log_prob, _ = twin.actor_loss(batch)
+    agent.actor_optimizer, agent.critic_optimizer = Slope(*agent.actor.parameters()), Slope(*agent.critic.parameters())
+    agent.alpha_optimizer, agent.alpha_prime_optimizer = Slope(agent.log_alpha), Slope(agent.log_alpha_prime)
+    actor_loss, log_prob, _ = twin.actor_loss(batch, imitate)
     critic_loss, term, _ = twin.critic_loss(batch)
     losses = actor_loss + critic_loss + twin.alpha_loss(log_prob)[0] + twin.alpha_prime_loss(term)[0]
     losses.backward()
-    agent.update(batch)
+    agent.update(batch, imitate)
     moved = dict(parameters(agent)) | {name: getattr(agent, name) for name in ("log_alpha", "log_alpha_prime")}
     before = dict(parameters(twin)) | {name: getattr(twin, name) for name in ("log_alpha", "log_alpha_prime")}
     for name, old in before.items():
@@ -266,8 +276,8 @@ def test_update_moves_every_network_by_its_loss_before_any_moved():
             expected = 0.995 * old + 0.005 * moved[name.replace("_target", "")]
             assert old.grad is None
         else:
-            expected = old - 1e-3 * old.grad / (old.grad.abs() + 1e-8)
-        torch.testing.assert_close(moved[name].detach(), expected.detach(), rtol=0, atol=1e-8, msg=name)
+            expected = old - 1e-3 * old.grad
+        torch.testing.assert_close(moved[name].detach(), expected.detach(), rtol=0, atol=1e-15, msg=name)
 
 
 def test_critics_reach_the_values_of_a_known_mdp_without_the_conservative_term():
@@ -364,6 +374,48 @@ def test_a_preset_fills_what_a_domain_decides(domain: str):
     agent = CQL(Args(dataset="none.hdf5", **PRESETS[domain]), 3, 2, torch.device("cpu"))
     assert len(layers(agent.critic, 0)) == len(PRESETS[domain]["critic_hidden"]) + 1
     assert all(torch.isfinite(value).all() for value in agent.update(make_float32_batch()).values())
+
+
+@pytest.mark.parametrize(
+    ("domain", "term", "rewards"),
+    [  # weight, gap, best of ten next actions; scale, shift, failure
+        ("locomotion", (5, 0, False), (1, 0, None)),  # young-geng/CQL
+        ("antmaze", (5, 0.8, True), (10, -5, 0)),  # Cal-QL
+        ("adroit-binary", (1, 0, True), (10, 5, -1)),  # Cal-QL
+        ("kitchen", (5, 0, True), (1, -4, None)),  # WSRL
+        ("adroit", (1, 0, False), (1, 0, None)),  # CORL
+        ("maze2d", (10, 5, False), (1, 0, None)),  # CORL
+    ],
+)
+def test_presets_are_those_of_their_sources(domain: str, term: tuple[Any, ...], rewards: tuple[Any, ...]):
+    args = Args(dataset="none.hdf5", **PRESETS[domain])
+    assert (args.cql_weight, args.lagrange_gap, args.max_target_backup) == term
+    assert (args.reward_scale, args.reward_shift, args.failure_reward) == rewards
+
+
+@pytest.mark.parametrize(
+    ("domain", "actor", "critics"),
+    [
+        ("locomotion", (256,) * 2, (256,) * 2),
+        ("antmaze", (256,) * 2, (256,) * 4),
+        ("adroit-binary", (512,) * 2, (512,) * 3),
+        ("kitchen", (512,) * 3, (512,) * 3),
+        ("adroit", (256,) * 3, (256,) * 3),
+        pytest.param("maze2d", (256,) * 3, (256,) * 3, marks=pytest.mark.xfail(reason="256 256 here", strict=True)),
+    ],
+)
+def test_networks_have_the_widths_of_their_sources(domain: str, actor: tuple[int, ...], critics: tuple[int, ...]):
+    assert (PRESETS[domain]["hidden"], PRESETS[domain]["critic_hidden"]) == (actor, critics)
+
+
+def test_defaults_are_those_of_cal_ql():
+    args = Args(dataset="none.hdf5")
+    assert (args.actor_lr, args.critic_lr, args.alpha_lr, args.batch_size) == (1e-4, 3e-4, 1e-4, 256)
+    assert (args.gamma, args.tau, args.critics) == (0.99, 5e-3, 2)
+    assert (args.cql_actions, args.cql_temperature, args.cql_clip_min) == (10, 1, None)
+    assert (args.importance_sampling, args.backup_entropy) == (True, False)
+    assert (args.retain, args.offline_ratio, args.utd, args.bc_steps) == ("mix", 0.5, 1, 0)
+    assert float32_agent().target_entropy == -2  # of two actions
 
 
 def make_float32_batch() -> Batch:
