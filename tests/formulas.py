@@ -40,13 +40,15 @@ def layers(network: torch.nn.Module, member: int | None = None) -> list[list[Arr
     return found
 
 
-def forward(inputs: Array, weights: list[list[Array]]) -> Array:
+def forward(inputs: Array, weights: list[list[Array]], kept: list[Array] | None = None) -> Array:
+    """`kept`: with dropout, what each hidden layer's units are multiplied by."""
     for i, (weight, bias, *norm) in enumerate(weights):
         inputs = inputs @ weight + bias
         if norm:
             centred = inputs - inputs.mean(-1, keepdims=True)
             inputs = norm[0] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + norm[1]
-        inputs = np.maximum(inputs, 0) if i < len(weights) - 1 else inputs
+        if i < len(weights) - 1:
+            inputs = np.maximum(inputs, 0) * (kept[i] if kept else 1.0)
     return inputs
 
 
@@ -72,6 +74,10 @@ class Drawn:
 
     def uniform(self, *shape: int) -> Array:
         return 2 * torch.rand(shape, generator=self.generator).double().numpy() - 1
+
+    def kept(self, share: float, *shape: int) -> Array:
+        """Of units of which dropout leaves out a share: 0, or what scales up the others."""
+        return (torch.rand(shape, generator=self.generator) >= share).double().numpy() / (1 - share)
 
     def integers(self, below: int, count: int) -> list[int]:
         return torch.randint(below, (count,), generator=self.generator).tolist()

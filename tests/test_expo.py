@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import final_state, module, same
+from conftest import final_state, module, same, stored
 from formulas import Array, Drawn, forward, layers, log_density, make_batch, parameters, values
 
 from algos.expo import EXPO, PRESETS, SIZES, Args
@@ -233,9 +233,11 @@ class TestBasePolicy:
             np.testing.assert_allclose(got[k, b], dense(swish(x), "last"), rtol=1e-9)
 
 
-def edited(agent: EXPO, obs: Array, actions: Array, noise: Array) -> tuple[Array, Array]:
+def edited(
+    agent: EXPO, obs: Array, actions: Array, noise: Array, kept: list[Array] | None = None
+) -> tuple[Array, Array]:
     """Edits drawn, and their log-probabilities before they are scaled."""
-    mean, log_std = np.split(forward(np.concatenate([obs, actions], -1), layers(agent.edit)), 2, axis=-1)
+    mean, log_std = np.split(forward(np.concatenate([obs, actions], -1), layers(agent.edit), kept), 2, axis=-1)
     std = np.exp(np.clip(log_std, -20, 2))
     edits = np.tanh(mean + std * noise)
     return edits, log_density(mean, std, edits)
@@ -260,7 +262,7 @@ class TestSelection:
 
     @pytest.mark.parametrize("base_candidates", [True, False])
     def test_candidates_are_base_samples_and_edits_of_the_first_of_them_unclipped(self, base_candidates: bool) -> None:
-        agent, obs = make_agent(base_candidates=base_candidates), make_batch().obs
+        agent, obs = make_agent(base_candidates=base_candidates, dropout=0.5), make_batch().obs  # none of it here
         base = torch.from_numpy(np.random.default_rng(1).choice([-0.9, 0.9], (3, 5, 2)))
         agent.sample = lambda *_: base
         noise = Drawn(agent.generator).normal(2, 5, 2)
@@ -342,12 +344,14 @@ class TestLosses:
         expected = np.mean([(q - target) ** 2 for q in values(agent.critic, obs, actions, E)])
         assert agent.critic_loss(batch, torch.from_numpy(candidates))[0].item() == pytest.approx(expected, rel=1e-6)
 
-    @pytest.mark.parametrize("adjusted", [False, True])
-    def test_edit_and_alpha_loss_equal_an_independent_formula(self, adjusted: bool) -> None:
+    @pytest.mark.parametrize(("adjusted", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.3)])
+    def test_edit_and_alpha_loss_equal_an_independent_formula(self, adjusted: bool, dropout: float) -> None:
         """The mean of all critics; the entropy is that of β ê, lower by log β in each dimension."""
-        agent, batch = make_agent(adjust_target_entropy=adjusted), make_batch()
+        agent, batch = make_agent(adjust_target_entropy=adjusted, dropout=dropout), make_batch()
         obs, actions = batch.obs.numpy(), batch.actions.numpy()
-        edits, log_prob = edited(agent, obs, actions, Drawn(agent.generator).normal(5, 2))
+        drawn = Drawn(agent.generator)
+        kept = [drawn.kept(dropout, 5, width) for width in (16, 8)] if dropout else None
+        edits, log_prob = edited(agent, obs, actions, drawn.normal(5, 2), kept)
         scaled = log_prob - 2 * math.log(0.4)
         value = np.mean(values(agent.critic, obs, actions + 0.4 * edits, E), axis=0)
         loss, returned, _ = agent.edit_loss(batch)
@@ -400,6 +404,22 @@ class TestUpdate:
             if name.startswith("base_average."):
                 learned = dict(parameters(agent))[name.replace("_average", "")]
                 torch.testing.assert_close(value, before[name] + 0.001 * (learned - before[name]))
+
+    def test_target_critics_follow_behind_each_slice(self) -> None:
+        agent = make_agent(batch_size=16, tau=0.1)
+        agent.candidates = lambda *_: torch.zeros(5, 64, 2).double()
+        expected = [target.detach().clone() for target in agent.critic_target.parameters()]
+        descend = agent.critic_optimizer.descend
+
+        def followed(loss: torch.Tensor) -> None:
+            descend(loss)
+            for target, learned in zip(expected, agent.critic.parameters(), strict=True):
+                target += 0.1 * (learned.detach() - target)
+
+        agent.critic_optimizer.descend = followed
+        agent.update(make_batch(64))
+        for target, by_hand in zip(agent.critic_target.parameters(), expected, strict=True):
+            torch.testing.assert_close(target.detach(), by_hand, rtol=0, atol=4e-15)  # 16 roundings of numbers below 2
 
     def test_candidates_of_all_slices_in_one_batch_are_those_of_each_alone(self) -> None:
         """With the same noise: it is only drawn in another order."""
@@ -495,6 +515,29 @@ def test_presets_fill_what_is_left_open(domain: str, size: str) -> None:
     assert left == {"run_dir", "init_from", "horizon", "overlap"}
 
 
+@pytest.mark.parametrize(
+    ("domain", "expected"),
+    [("antmaze", (0.05, 1, 0, 5000, -1)), ("adroit", (0.7, 2, 0.1, 0, 0))],  # maze2d and locomotion are not theirs
+)
+def test_presets_are_the_authors(domain: str, expected: tuple[float, ...]) -> None:
+    args = Args(dataset="none.hdf5", **PRESETS[domain])
+    found = args.edit_scale, args.target_critics, args.dropout, args.random_steps, args.reward_shift
+    assert found == expected
+
+
+def test_defaults_and_size_are_the_papers() -> None:
+    args = Args(dataset="none.hdf5", **SIZES["paper"])
+    assert (args.size, args.policy, args.utd, args.batch_size) == ("paper", "diffusion", 20, 256)
+    assert (args.hidden, args.width, args.blocks, args.critics) == ((256, 256, 256), 256, 3, 10)
+    assert (args.denoising_steps, args.base_samples, args.edits) == (10, 8, 8)
+    assert (args.actor_lr, args.critic_lr, args.alpha_lr) == (3e-4, 3e-4, 3e-4)
+    assert (args.decay_updates, args.weight_decay) == (3_000_000, 1e-4)
+    assert (args.gamma, args.tau, args.base_tau) == (0.99, 5e-3, 1e-3)
+    assert (args.retain, args.offline_ratio, args.adjust_target_entropy) == ("mix", 0.5, False)
+    assert (args.base_candidates, args.best_backup, args.soft_selection) == (True, True, 0)
+    assert float32_agent().target_entropy == -1  # of two actions
+
+
 class TestRuns:
     """Whole runs on Pendulum's data."""
 
@@ -537,6 +580,22 @@ class TestRuns:
             states.append(final_state(args.run_dir)["agent"])
         assert same(states[0]["critic"], states[1]["critic"])
         assert not same(states[1]["critic"], states[2]["critic"])
+
+    @pytest.mark.parametrize("offline", [0, 20])
+    def test_random_steps_are_uniform_and_there_are_none_behind_pre_training(self, small: Any, offline: int) -> None:
+        args = small("expo", env="Failing-v0", offline_steps=offline, online_steps=150, random_steps=150,
+                     retain="none", warmup_steps=150)  # fmt: skip
+        module("expo").train(args)
+        actions = stored(args.run_dir).actions[:, 0].sort().values
+        distance = (actions - torch.linspace(-1, 1, 150)).abs().max().item() / 2  # Kolmogorov and Smirnov's
+        assert (distance < 1.63 / math.sqrt(150)) is (offline == 0)
+
+    def test_learning_rates_decay_in_a_run(self, small: Any) -> None:
+        args = small("expo", env="Failing-v0", offline_steps=10, online_steps=20, decay_updates=60, actor_lr=1e-3)
+        module("expo").train(args)
+        agent = final_state(args.run_dir)["agent"]
+        rates = {name: agent[f"{name}_optimizer"]["param_groups"][0]["lr"] for name in ("base", "edit")}
+        assert rates == pytest.approx({"base": 0.5e-3, "edit": 0.75e-3}, rel=1e-12)  # cos π/2 and cos π/3
 
     def test_behind_pre_training_no_step_is_random(self, small: Any, tmp_path: Any) -> None:
         args = small("expo", offline_steps=20, online_steps=1, random_steps=40, run_dir=tmp_path / "a")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PENDULUM, SMALL, same
-from formulas import forward, layers, make_batch, parameters, values
+from formulas import Drawn, forward, layers, make_batch, parameters, values
 
 from algos.iql import IQL, PRESETS, Args
 from common.checkpoint import restore, state_of
@@ -71,11 +71,14 @@ def test_value_loss_is_the_expectile_regression(expectile: float) -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_actor_loss_is_the_advantage_weighted_regression() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_actor_loss_is_the_advantage_weighted_regression(dropout: float) -> None:
     """The weight is cut off at 100, the advantage is not; the density is that of the actions given."""
-    agent, batch = make_agent(temperature=3.0), make_batch(40)
+    agent, batch = make_agent(temperature=3.0, dropout=dropout), make_batch(40)
     advantages = np.linspace(-2, 3, 40)  # e⁹ is far above 100
-    mean = np.tanh(forward(batch.obs.numpy(), layers(agent.actor)))
+    drawn = Drawn(agent.generator)
+    kept = [drawn.kept(dropout, 40, 16) for _ in range(2)]
+    mean = np.tanh(forward(batch.obs.numpy(), layers(agent.actor), kept))
     std = np.exp(np.clip(agent.actor.log_std.detach().numpy(), -5, 2))
     density = np.exp(-0.5 * ((batch.actions.numpy() - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
     expected = -np.mean(np.minimum(np.exp(3 * advantages), 100) * np.log(density).sum(1))
@@ -177,8 +180,14 @@ def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
     many = agent.actor.dropped_out(obs.expand(4_000, -1), agent.generator)
     assert many.std(0).min() > 1e-3
     torch.testing.assert_close(many.mean(0), agent.actor(obs)[0], rtol=0.2, atol=0.02)
-    mean = agent.act(obs.numpy(), deterministic=True)
-    assert np.array_equal(mean, agent.actor(obs).detach().numpy())  # none in acting
+
+
+def test_acting_leaves_no_unit_out() -> None:
+    agent, obs = make_agent(dropout=0.5), make_batch(40).obs
+    mean = agent.actor(obs).detach().numpy()
+    assert np.array_equal(agent.act(obs.numpy(), deterministic=True), mean)
+    noise = np.exp([-0.3, 0.4]) * Drawn(agent.generator).normal(40, 2)
+    np.testing.assert_allclose(agent.act(obs.numpy()), np.clip(mean + noise, -1, 1), rtol=1e-6)
 
 
 def test_the_actors_learning_rate_falls_as_a_cosine_where_nothing_follows() -> None:

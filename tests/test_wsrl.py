@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import final_state, module, same
+from conftest import final_state, module, same, stored
 from formulas import Array, Drawn, forward, layers, log_density, log_sum_exp, make_batch, parameters, values
 
 from algos.wsrl import PRESETS, WSRL, Args
@@ -204,6 +204,32 @@ def test_an_online_update_steps_the_critics_on_each_slice_and_the_actor_once_on_
     assert all(not torch.equal(a, b) for a, b in zip(before, agent.critic_target.parameters(), strict=True))
 
 
+def test_target_critics_follow_behind_each_slice() -> None:
+    agent = make_agent(batch_size=16, tau=0.1)
+    expected = [target.detach().clone() for target in agent.critic_target.parameters()]
+    descend = agent.critic_optimizer.descend
+
+    def followed(loss: torch.Tensor) -> None:
+        descend(loss)
+        for target, learned in zip(expected, agent.critic.parameters(), strict=True):
+            target += 0.1 * (learned.detach() - target)
+
+    agent.critic_optimizer.descend = followed
+    agent.update(make_batch(64), online=True)
+    for target, by_hand in zip(agent.critic_target.parameters(), expected, strict=True):
+        torch.testing.assert_close(target.detach(), by_hand, rtol=0, atol=4e-15)  # 16 roundings of numbers below 2
+
+
+@pytest.mark.parametrize(("gap", "direction"), [(0.01, 1), (50.0, -1), (0.0, 0)])
+def test_pre_training_raises_the_multiplier_where_the_gap_is_exceeded(gap: float, direction: int) -> None:
+    """Lowers it where it is not; and leaves it alone without a gap."""
+    agent = make_agent(lagrange_gap=gap)
+    metrics = agent.update(make_batch(), online=False)
+    assert np.sign(agent.alpha_prime.item() - 0.3) == direction
+    assert ("charts/alpha_prime" in metrics) is bool(gap)
+    assert not gap or np.sign(metrics["losses/conservative"].item() - gap) == direction
+
+
 def test_critics_reach_the_values_of_a_known_mdp_online() -> None:
     """That of test_off_policy: two states in turn, reward 1 in the first, and one that ends with 5; γ = 0.5."""
     agent = float32_agent(gamma=0.5, tau=0.05, critic_lr=3e-3)
@@ -236,6 +262,32 @@ def test_a_preset_fills_what_a_domain_decides(domain: str) -> None:
         assert all(torch.isfinite(value).all() for value in agent.update(batch, online).values())
 
 
+@pytest.mark.parametrize(
+    ("domain", "expected"),
+    [  # (Cal-QL, weight, gap, importance sampling), online best of ten, (scale, shift, failure), widths, deviation
+        ("locomotion", ((False, 5, 0, True), False, (1, 0, None), (256,) * 2, (256,) * 2, "exp")),
+        ("antmaze", ((True, 5, 0.8, True), True, (10, -5, 0), (256,) * 2, (256,) * 4, "uniform")),
+        ("adroit-binary", ((True, 1, 0, True), False, (10, 5, -1), (512,) * 2, (512,) * 3, "exp")),
+        ("kitchen", ((True, 5, 0, False), False, (1, -4, None), (512,) * 3, (512,) * 3, "exp")),
+    ],
+)
+def test_presets_are_the_authors(domain: str, expected: tuple[Any, ...]) -> None:
+    args = Args(dataset="none.hdf5", **PRESETS[domain])
+    term = args.calibrated, args.cql_weight, args.lagrange_gap, args.importance_sampling
+    rewards = args.reward_scale, args.reward_shift, args.failure_reward
+    found = term, args.online_max_target_backup, rewards, args.hidden, args.critic_hidden, args.std
+    assert found == expected
+
+
+def test_defaults_are_the_authors() -> None:
+    args = Args(dataset="none.hdf5")
+    assert (args.actor_lr, args.critic_lr, args.alpha_lr, args.gamma, args.tau) == (1e-4, 3e-4, 1e-4, 0.99, 5e-3)
+    assert (args.critics, args.target_critics, args.layer_norm, args.cql_actions) == (10, 2, True, 10)
+    assert (args.utd, args.utd * args.batch_size, args.warmup_steps) == (4, 1024, 5000)
+    assert (args.retain, args.warmup, args.online_cql) == ("none", "policy", False)
+    assert (args.target_entropy, args.backup_entropy, args.actor_value) == (-1, False, "min")
+
+
 class TestRuns:
     """Whole runs on Pendulum's data."""
 
@@ -262,10 +314,7 @@ class TestRuns:
             args = small("wsrl", offline_steps=30, online_steps=150, warmup_steps=150, warmup=who, actor_lr=1e-3,
                          run_dir=tmp_path / who)  # fmt: skip
             module("wsrl").train(args)
-            buffer = ReplayBuffer(150, 3, 1)
-            buffer.load(args.run_dir / "checkpoint" / "replay",
-                        torch.load(args.run_dir / "checkpoint" / "state.pt", weights_only=True)["buffer"])  # fmt: skip
-            actions = buffer.rows[:, 3].sort().values
+            actions = stored(args.run_dir).actions[:, 0].sort().values
             spread[who] = (actions - torch.linspace(-1, 1, 150)).abs().max().item() / 2  # Kolmogorov and Smirnov's
         assert spread["random"] < 1.63 / math.sqrt(150) < spread["policy"]
 
