@@ -109,13 +109,14 @@ LOCOMOTION = {
     "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False, "cql_weight": 5.0,
     "lagrange_gap": 0.0, "importance_sampling": True, "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
 }  # fmt: skip
+DEEPER = {"hidden": (256,) * 3, "critic_hidden": (256,) * 3}
 WIDE = LOCOMOTION | {"hidden": (512,) * 3, "critic_hidden": (512,) * 3, "max_target_backup": True}
 PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"critic_hidden": (256,) * 4, "max_target_backup": True, "lagrange_gap": 0.8,
                              "reward_scale": 10.0, "reward_shift": -5.0, "failure_reward": 0.0},
-    "maze2d": LOCOMOTION | {"cql_weight": 10.0, "lagrange_gap": 5.0},
-    "adroit": LOCOMOTION | {"hidden": (256,) * 3, "critic_hidden": (256,) * 3, "cql_weight": 1.0},
+    "maze2d": LOCOMOTION | DEEPER | {"cql_weight": 10.0, "lagrange_gap": 5.0},
+    "adroit": LOCOMOTION | DEEPER | {"cql_weight": 1.0},
     "adroit-binary": WIDE | {"hidden": (512, 512), "cql_weight": 1.0,
                              "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0},
     "kitchen": WIDE | {"reward_shift": -4.0, "importance_sampling": False},
