@@ -97,7 +97,7 @@ def comparison_table(
     folder: str, variants: dict[str, str], header: str, columns: Callable[[list[Curve], int], list[list[float]]]
 ) -> str:
     """A line for each dataset and variant: `columns` are of its seeds' curves and the last step that all got to. Behind
-    them the variants that were run on every dataset, each column's interquartile mean over all their runs.
+    them the variants with most runs, on every dataset: each column's interquartile mean over all of them.
     """
     lines = [f"| | | {header} | minutes |", "|---" * (header.count("|") + 4) + "|"]
     compared, took = comparison(folder, variants), minutes(folder)
@@ -109,8 +109,9 @@ def comparison_table(
                 whole[name].append(columns(list(found[name].values()), last))
                 cells = " | ".join([*map(spread, whole[name][-1]), median(took[variant, dataset])])
                 lines.append(f"| {dataset}, {last:,} steps | {name} | {cells} |")
+    runs = {name: sum(len(found[name]) for found in compared.values() if name in found) for name in whole}
     for name, datasets in whole.items():
-        if len(datasets) == len(compared) > 1:
+        if len(datasets) == len(compared) > 1 and runs[name] == max(runs.values()):
             means = [estimate(interquartile_mean, column).text(1) for column in zip(*datasets, strict=True)]
             lines.append(f"| interquartile mean | {name} | {' | '.join(means)} | |")
     return "\n".join(lines if len(lines) > 2 else [*lines, "| not run |" + " |" * (header.count("|") + 3)])
