@@ -1,6 +1,8 @@
 """A fixed batch, and networks computed in NumPy, one critic at a time: what the algorithms' tests compare with."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,3 +94,19 @@ def log_density(mean: Array, std: Array, actions: Array) -> Array:
 def log_sum_exp(entries: list[float]) -> float:
     top = max(entries)
     return top + math.log(sum(math.exp(entry - top) for entry in entries))
+
+
+def assert_targets_follow_each_step(agent: Any, tau: float, update: Callable[[], Any]) -> None:
+    """The target critics after `update` are averages, made by hand, of the critics behind each of their own steps."""
+    expected = [target.detach().clone() for target in agent.critic_target.parameters()]
+    descend = agent.critic_optimizer.descend
+
+    def followed(loss: torch.Tensor) -> None:
+        descend(loss)
+        for target, learned in zip(expected, agent.critic.parameters(), strict=True):
+            target += tau * (learned.detach() - target)
+
+    agent.critic_optimizer.descend = followed
+    update()
+    for target, by_hand in zip(agent.critic_target.parameters(), expected, strict=True):
+        torch.testing.assert_close(target.detach(), by_hand, rtol=0, atol=4e-15)  # 16 roundings of numbers below 2

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import final_state, module, same, stored
-from formulas import Array, Drawn, forward, layers, log_density, make_batch, parameters, values
+from formulas import (
+    Array,
+    Drawn,
+    assert_targets_follow_each_step,
+    forward,
+    layers,
+    log_density,
+    make_batch,
+    parameters,
+    values,
+)
 
 from algos.expo import EXPO, PRESETS, SIZES, Args
 from common.checkpoint import restore, state_of
@@ -408,18 +418,7 @@ class TestUpdate:
     def test_target_critics_follow_behind_each_slice(self) -> None:
         agent = make_agent(batch_size=16, tau=0.1)
         agent.candidates = lambda *_: torch.zeros(5, 64, 2).double()
-        expected = [target.detach().clone() for target in agent.critic_target.parameters()]
-        descend = agent.critic_optimizer.descend
-
-        def followed(loss: torch.Tensor) -> None:
-            descend(loss)
-            for target, learned in zip(expected, agent.critic.parameters(), strict=True):
-                target += 0.1 * (learned.detach() - target)
-
-        agent.critic_optimizer.descend = followed
-        agent.update(make_batch(64))
-        for target, by_hand in zip(agent.critic_target.parameters(), expected, strict=True):
-            torch.testing.assert_close(target.detach(), by_hand, rtol=0, atol=4e-15)  # 16 roundings of numbers below 2
+        assert_targets_follow_each_step(agent, 0.1, lambda: agent.update(make_batch(64)))
 
     def test_candidates_of_all_slices_in_one_batch_are_those_of_each_alone(self) -> None:
         """With the same noise: it is only drawn in another order."""

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import final_state, module, same, stored
-from formulas import Array, Drawn, forward, layers, log_density, log_sum_exp, make_batch, parameters, values
+from formulas import (
+    Array,
+    Drawn,
+    assert_targets_follow_each_step,
+    forward,
+    layers,
+    log_density,
+    log_sum_exp,
+    make_batch,
+    parameters,
+    values,
+)
 
 from algos.wsrl import PRESETS, WSRL, Args
 from common.checkpoint import restore, state_of
@@ -206,18 +217,7 @@ def test_an_online_update_steps_the_critics_on_each_slice_and_the_actor_once_on_
 
 def test_target_critics_follow_behind_each_slice() -> None:
     agent = make_agent(batch_size=16, tau=0.1)
-    expected = [target.detach().clone() for target in agent.critic_target.parameters()]
-    descend = agent.critic_optimizer.descend
-
-    def followed(loss: torch.Tensor) -> None:
-        descend(loss)
-        for target, learned in zip(expected, agent.critic.parameters(), strict=True):
-            target += 0.1 * (learned.detach() - target)
-
-    agent.critic_optimizer.descend = followed
-    agent.update(make_batch(64), online=True)
-    for target, by_hand in zip(agent.critic_target.parameters(), expected, strict=True):
-        torch.testing.assert_close(target.detach(), by_hand, rtol=0, atol=4e-15)  # 16 roundings of numbers below 2
+    assert_targets_follow_each_step(agent, 0.1, lambda: agent.update(make_batch(64), online=True))
 
 
 @pytest.mark.parametrize(("gap", "direction"), [(0.01, 1), (50.0, -1), (0.0, 0)])
