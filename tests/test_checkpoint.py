@@ -36,11 +36,11 @@ def test_a_restored_agent_learns_on_exactly_as_the_original(tmp_path: Path):
     restore(restored, checkpoint.load(tmp_path / "state.pt"))
     assert same(state_of(original), state_of(restored))
     alpha, target = restored.log_alpha.item(), restored.critic_target.state_dict()
-    assert not same(target, restored.critic.state_dict())  # trap 4: targets rebuilt from the online networks
+    assert not same(target, restored.critic.state_dict())  # targets rebuilt from the online networks
     learn(original, 5)
     learn(restored, 5)
     assert same(state_of(original), state_of(restored))
-    assert restored.log_alpha.item() != alpha  # trap 3: the optimiser bound to another tensor
+    assert restored.log_alpha.item() != alpha  # the optimiser bound to another tensor
 
 
 def test_an_attribute_without_a_known_state_is_refused():

@@ -139,7 +139,7 @@ def test_every_variant_differs_from_the_plain_loss(variant: dict[str, Any]):
 
 @pytest.mark.parametrize("imitate", [False, True])
 def test_actor_loss_equals_an_independent_formula(imitate: bool):
-    """While it imitates, the log-probability is that of the data's actions (trap 2)."""
+    """While it imitates, the log-probability is that of the data's actions, not of fresh ones."""
     agent, batch = make_agent(), make_batch()
     obs, data = batch.obs.numpy(), batch.actions.numpy()
     actions, log_prob = drawn_from_policy(agent, obs, Drawn(agent.generator).normal(5, 2))

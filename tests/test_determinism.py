@@ -73,7 +73,7 @@ def test_no_global_generator_is_used(algo: str, small, tmp_path: Path):
 
 
 def test_training_and_evaluation_have_their_own_seeds():
-    """Trap 11: and the same ones at every evaluation."""
+    """And the same ones at every evaluation."""
     assert not set(seeds(1, "training", 10)) & set(seeds(1, "evaluation", 10))
     assert seeds(1, "evaluation", 10) != seeds(2, "evaluation", 10)
     env = make("Pendulum-v1")

@@ -19,7 +19,7 @@ def attributes_read(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("algorithm", sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
 def test_every_flag_is_read_somewhere(algorithm: str):
-    """Trap 13: no dead flags."""
+    """No dead flags."""
     module = __import__(f"algos.{algorithm}", fromlist=["Args"])
     files = [ROOT / "algos" / f"{algorithm}.py", ROOT / "common" / "run.py"]
     files += [ROOT / "offline" / "switch.py"] if algorithm in OFFLINE else []
@@ -47,7 +47,7 @@ def test_every_flag_is_documented_by_its_docstring(algorithm: str):
 def test_both_branches_of_every_boolean_flag(
     algo: str, flag: str, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
 ):
-    """Trap 7. (--track with a stand-in: Weights & Biases itself needs an account.)"""
+    """A run with either value gets to its end. (--track with a stand-in: Weights & Biases itself needs an account.)"""
     import types
 
     wandb = types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
@@ -59,7 +59,7 @@ def test_both_branches_of_every_boolean_flag(
 
 
 def test_sizes_of_files():
-    """The design's 400 lines are the limit; an algorithm aims at 250 (WSRL's three phases take most)."""
+    """400 lines are the limit; an algorithm aims at 250 (WSRL's three phases take most)."""
     for folder, limit in (("algos", 400), ("common", 300), ("envs", 300), ("bench", 300), ("offline", 400)):
         for path in (ROOT / folder).glob("*.py"):
             assert len(path.read_text().splitlines()) <= limit, path
@@ -77,7 +77,7 @@ def test_imports_run_one_way():
             assert imported & allowed.keys() <= below | {folder}, path
 
 
-def test_shared_arguments_are_the_designs():
+def test_shared_arguments_are_in_every_file():
     names = {field.name for field in dataclasses.fields(OnlineArgs)}
     assert {"env", "seed", "total_steps", "device", "compile", "run_dir", "eval_every", "eval_episodes",
             "checkpoint_every", "track"} <= names  # fmt: skip

@@ -206,7 +206,7 @@ def test_the_actors_learning_rate_falls_as_a_cosine_where_nothing_follows() -> N
 
 
 def test_a_restored_agent_goes_on_bit_for_bit() -> None:
-    """Trap 3 and 4: optimisers stay bound to what they move, and targets are not rebuilt from the critics."""
+    """Optimisers stay bound to what they move, and targets are not rebuilt from the critics."""
     agent, other = make_agent(False), make_agent(False, seed=2)
     buffer = ReplayBuffer(100, 3, 2)
     rng = np.random.default_rng(0)

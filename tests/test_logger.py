@@ -27,7 +27,6 @@ def steps(logger: Logger, count: int) -> None:
 
 
 def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
-    """Trap 6."""
     logger = Logger(tmp_path, (0, 100), 1, None)
     steps(logger, 10)
     logger.log({"losses/critic": torch.tensor([[1.0, 2.0]])})

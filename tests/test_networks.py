@@ -26,7 +26,7 @@ def log_density(action: float, mean: float, std: float) -> float:
 
 
 def test_log_prob_is_of_the_action_given():
-    """Trap 2: not of a fresh sample."""
+    """Not of a fresh sample."""
     actions = torch.tensor([[0.3, -0.9], [0.999, 0.0]], dtype=torch.float64)
     mean, std = torch.tensor([[0.2, -1.0], [2.0, 0.1]], dtype=torch.float64), torch.tensor([0.5, 1.3]).double()
     got = TanhGaussian(mean, std.log().expand(2, 2)).log_prob(actions)

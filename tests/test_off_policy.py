@@ -91,7 +91,7 @@ def test_truncated_episodes_are_not_stored_as_terminated(algo: str, small: Calla
 
 @off_policy
 def test_compiled_equals_eager(algo: str):
-    """Trap 7's other branch, and the promise of --compile: the same update to rounding.
+    """The promise of --compile: the same update to rounding.
 
     In float64: in float32 Adam's first steps turn a gradient of mere rounding into a whole step of either sign.
     """

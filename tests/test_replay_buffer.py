@@ -24,7 +24,7 @@ def contents(buffer: ReplayBuffer) -> list[int]:
 
 
 def test_memory_is_float32_and_within_budget():
-    """Trap 8: a million transitions of HalfCheetah within 175 MB."""
+    """A million transitions of HalfCheetah within 175 MB."""
     buffer = ReplayBuffer(1_000_000, 17, 6)
     assert buffer.rows.dtype == torch.float32
     assert buffer.rows.nbytes == buffer.num_bytes == 168_000_000
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated():
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("count", [1, 9, 10, 11, 37])
 def test_ring_keeps_the_newest_and_samples_all_of_them(count: int, at_once: int):
-    """Trap 5: exactly full, one more, and wrapped; every row is sampled, none that was overwritten."""
+    """Exactly full, one more, and wrapped; every row is sampled, none that was overwritten."""
     buffer = ReplayBuffer(10, 2, 1)
     numbered(buffer, range(count), at_once)
     kept = list(range(max(0, count - 10), count))
@@ -92,7 +92,7 @@ def test_non_finite_numbers_are_refused(bad: float):
 @pytest.mark.parametrize("segment_rows", [4, 7, 100])
 @pytest.mark.parametrize("counts", [(3, 3, 9), (10, 10, 11), (8, 25, 61, 62), (5, 400)])
 def test_round_trip_through_appended_files(tmp_path: Path, counts: tuple[int, ...], segment_rows: int):
-    """Trap 12; and every earlier state stays loadable until drop_old, whatever was saved after it."""
+    """Every earlier state stays loadable until drop_old, whatever was saved after it."""
     buffer = ReplayBuffer(10, 2, 1)
     buffer.segment_rows = segment_rows
     states, kept = [], []
