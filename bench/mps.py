@@ -4,10 +4,12 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
 CONTROL = "nvidia-cuda-mps-control"
+CLIENT = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
 
 
 @contextlib.contextmanager
@@ -24,14 +26,23 @@ def shared_card() -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
         own = {f"CUDA_MPS_{name}_DIRECTORY": folder for name in ("PIPE", "LOG")}
-        started = subprocess.run([CONTROL, "-d"], env=os.environ | own, capture_output=True, text=True, check=False)
+
+        def run(*command: str, said: str | None = None) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command, input=said, env=os.environ | own, capture_output=True, text=True, check=False
+            )
+
+        started = run(CONTROL, "-d")
         if started.returncode:
             yield f"MPS does not start ({(started.stderr or started.stdout).strip()}): the runs on one card take turns"
             return
-        os.environ.update(own)
         try:
+            if run(*CLIENT).returncode:  # a service that starts may still serve nobody, and its clients see no card
+                yield "MPS starts but serves nobody: the runs on one card take turns"
+                return
+            os.environ.update(own)
             yield "the runs on one card share it by MPS"
         finally:
             for name in own:
-                del os.environ[name]
-            subprocess.run([CONTROL], input="quit\n", env=os.environ | own, capture_output=True, text=True, check=False)
+                os.environ.pop(name, None)
+            run(CONTROL, said="quit\n")

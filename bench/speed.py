@@ -19,7 +19,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from bench.load import make_file
 from bench.machine import accelerator, processor, versions
 from bench.rounds import report, write_rounds
 from bench.step_counter import counted
+from common.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 FOREVER = 100_000_000  # steps: more than any run here makes
@@ -157,7 +157,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
     """The environment variables of every program: nobody's thread settings, and on the CPU no GPU."""
     env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
-    return env | {"PYTHONPATH": str(ROOT)} | hidden
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))} | hidden
 
 
 def peers(args: Args) -> list[str]:
@@ -193,7 +193,7 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
         ours.append(env_id)
     lines = {"ours": ours}
     if args.device == "cuda" and algorithm.flags:
-        lines["eager"] = [*ours, "--no-cuda-graph", *([] if args.algo == "ppo" else ["--overlap", "False"])]
+        lines["eager"] = [*ours, "--no-cuda-graph"]
         lines["eager"][lines["eager"].index("--run-dir") + 1] += "-eager"
     for peer in peers(args):
         lines[peer] = [str(python_of_peers(args)), script, algorithm.peers[peer], *places, json.dumps(theirs)]
@@ -206,9 +206,6 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
 
 def describe(args: Args) -> dict[str, str]:
     """What a reader of the figures must know to judge them."""
-    git = subprocess.run(
-        ["git", "--no-optional-locks", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
     offline = ALGORITHMS[args.algo].offline
     where = f"on a dataset of {args.env}" if offline else f"on {args.env}, {args.num_envs} environment(s)"
     return {
@@ -218,7 +215,7 @@ def describe(args: Args) -> dict[str, str]:
         ),
         "device": accelerator() if args.device == "cuda" else "the processor",
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit(),
         "processor": f"{processor()}, {os.cpu_count()} cores",
         "system": platform.platform(),
         "ours": args.ours or ALGORITHMS[args.algo].ours,
@@ -242,6 +239,8 @@ def update_times(metrics: Path, start: int) -> list[float]:
 
 def main(args: Args) -> None:
     """Warm everyone up alone, alternate, report."""
+    if args.device == "cuda" and not ALGORITHMS[args.algo].flags:
+        raise ContenderError(f"{args.algo}'s part that is measured runs on the CPU: leave --device cuda away")
     if peers(args) and not python_of_peers(args).exists():
         cure = f"make {ALGORITHMS[args.algo].venv}/installed, or leave --peers empty"
         raise ContenderError(f"{python_of_peers(args)} is missing: {cure}")
@@ -251,7 +250,8 @@ def main(args: Args) -> None:
     stamp = time.strftime("%Y-%m-%dT%H%M%S")
     out = args.out or ROOT / "results" / "speed" / f"{args.algo}-{args.env.replace('/', '_')}-{stamp}.csv"
     with contest() as (contenders, folder):
-        metrics = folder / "run" / "metrics.csv"
+        losses = {"ours": folder / "run" / "metrics.csv", "eager": folder / "run-eager" / "metrics.csv"}
+        metrics = losses["ours"]
         algorithm = ALGORITHMS[args.algo]
         if algorithm.dataset and not args.dataset:
             make_file(folder / "data.hdf5", TRANSITIONS)
@@ -259,7 +259,7 @@ def main(args: Args) -> None:
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
             online = algorithm.flags and not algorithm.offline
-            needs = {"learns": partial(has_losses, metrics)} if name == "ours" and online else {}
+            needs = {"learns": partial(has_losses, losses[name])} if name in losses and online else {}
             contenders.append(Contender(name, command, environment(args.device), folder, warm, cwd=ROOT, **needs))
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contenders[-1].threads())
@@ -271,7 +271,7 @@ def main(args: Args) -> None:
             rates = ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices)
             print(f"round {len(rounds)}: {rates}", flush=True)
             write_rounds(out, facts, rounds)  # after every round, so that an interrupted run leaves what it measured
-        updates = update_times(metrics, start)
+        updates = update_times(metrics, start) if args.device == "cpu" else []  # to a GPU they are only sent
         if updates:
             facts["our update alone in ms"] = f"{statistics.median(updates):.3f}"
             write_rounds(out, facts, rounds)

@@ -7,11 +7,13 @@ Wall time of a step beside the parts that the run itself times (acting waits for
 there), and what the device did meanwhile: how long it was busy, with how many kernels, and with which the longest.
 """
 
+import contextlib
 import runpy
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,11 +35,10 @@ class Watch:
 
     def step(self, logger: Logger) -> None:
         if self.profiler is None and logger.step >= self.first:
-            for name, timings in logger._timings.items():
-                self.parts[name] = timings
-                timings.clear()
             activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
             self.profiler = profile(activities=activities)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what was sent before is not of these steps
             self.profiler.start()
             self.seconds = -time.perf_counter()
         elif self.profiler is not None and logger.step >= self.last:
@@ -46,6 +47,14 @@ class Watch:
             self.seconds += time.perf_counter()
             self.profiler.stop()
             raise SystemExit
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Times a part of the steps looked at."""
+        started = time.perf_counter()
+        yield
+        if self.profiler is not None:
+            self.parts[name].append(1e3 * (time.perf_counter() - started))
 
     def report(self) -> str:
         """A line for each part, and one for each of the ten kernels that took most."""
@@ -68,7 +77,7 @@ class Watch:
 
 def main() -> None:
     watch = Watch(int(sys.argv[1]), int(sys.argv[2]))
-    count, count_update = Logger.count, Logger.count_update
+    count, count_update, timed = Logger.count, Logger.count_update, Logger.timed
 
     def counted(self: Logger, *args: Any) -> None:
         count(self, *args)
@@ -78,6 +87,12 @@ def main() -> None:
         count_update(self)
         watch.step(self)
 
+    @contextlib.contextmanager
+    def timed_here_too(self: Logger, name: str) -> Iterator[None]:
+        with timed(self, name), watch.timed(name):
+            yield
+
+    Logger.timed = timed_here_too  # type: ignore[method-assign]
     Logger.count = counted  # type: ignore[method-assign,assignment]
     Logger.count_update = counted_update  # type: ignore[method-assign]
     sys.argv = sys.argv[3:]

@@ -4,10 +4,11 @@ These networks are so small that launching an update's kernels one by one, a hun
 long as the kernels themselves. A CUDA graph launches all of them at once.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ class Graph(Protocol):
 
     def __init__(self, generator: torch.Generator) -> None: ...
 
+    def warm_up(self, function: Callable[[], R]) -> R:
+        """Calls the function where it will be recorded."""
+
     def record(self, function: Callable[[], R]) -> R:
         """Notes what the function does on the device, without doing it; returns where its results will be."""
 
@@ -60,13 +64,30 @@ class Graph(Protocol):
 class CUDAGraph:
     """PyTorch's; its random numbers come from `generator`, each time from where that stands."""
 
+    stream: ClassVar[torch.cuda.Stream | None] = None  # PyTorch wants warm-ups and captures on one of their own
+
     def __init__(self, generator: torch.Generator) -> None:
+        CUDAGraph.stream = CUDAGraph.stream or torch.cuda.Stream()
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(generator)
 
+    def warm_up(self, function: Callable[[], R]) -> R:
+        current, own = torch.cuda.current_stream(), CUDAGraph.stream
+        assert own is not None
+        own.wait_stream(current)
+        with torch.cuda.stream(own):
+            results = function()
+        current.wait_stream(own)
+        return results
+
     def record(self, function: Callable[[], R]) -> R:
-        with torch.cuda.graph(self.graph):
-            return function()
+        gc.collect()
+        gc.disable()  # an old graph that is collected meanwhile would end the capture
+        try:
+            with torch.cuda.graph(self.graph, stream=CUDAGraph.stream):
+                return function()
+        finally:
+            gc.enable()
 
     def replay(self) -> None:
         self.graph.replay()
@@ -107,7 +128,7 @@ class _Kind(Generic[R]):
             own.copy_(given, non_blocking=True)
         self.calls += 1
         if self.calls <= WARM_UP:
-            return self.call()
+            return self.graph.warm_up(self.call)
         if self.calls == WARM_UP + 1:
             self.results = self.graph.record(self.call)
         self.graph.replay()

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it must not write into the repository
     described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"

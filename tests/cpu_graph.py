@@ -26,6 +26,9 @@ class CPUGraph:
         self.generator = generator
         self.noted: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
+    def warm_up(self, function: Callable[[], R]) -> R:
+        return function()
+
     def record(self, function: Callable[[], R]) -> R:
         """Unlike CUDA this does what it notes: all that the operations changed, and the generator, is put back."""
         state = self.generator.get_state()

@@ -51,7 +51,7 @@ def test_resume_is_exact(algo: str, tmp_path: Path):
 def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Callable[..., RunArgs], tmp_path: Path):
     """A hundred updates in each phase; without the compiler bit for bit, with it to rounding, which learning magnifies:
     there the networks after the first updates count."""
-    steps = {"total_steps": 80} if compiled else {}
+    steps = {"total_steps": 60} if compiled else {}
     for cuda_graph in (False, True):
         args = small(
             algo, device="cuda", cuda_graph=cuda_graph, compile=compiled and cuda_graph,

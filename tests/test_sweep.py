@@ -229,11 +229,19 @@ def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
     assert "ONRAMP_GPU_SHARE" not in whole
 
 
-@pytest.mark.parametrize(("status", "said"), [(0, "share it by MPS"), (1, "no card here): the runs on one card take")])
+@pytest.mark.parametrize(
+    ("status", "client", "said"),
+    [
+        (0, "true", "share it by MPS"),
+        (0, "false", "serves nobody"),
+        (1, "true", "no card here): the runs on one card take"),
+    ],
+)
 def test_runs_on_one_card_share_it_by_a_service_that_ends_with_the_sweep(
-    status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, client: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With a stand-in for NVIDIA's program, which writes down how it was called."""
+    """With stand-ins for NVIDIA's program, which writes down how it was called, and for one that uses the card."""
+    monkeypatch.setattr("bench.mps.CLIENT", (client,))
     program, calls = tmp_path / "nvidia-cuda-mps-control", tmp_path / "calls"
     program.write_text(f'#!/bin/sh\n[ "$1" ] || read -r line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {calls}\n'
                        f'echo "no card here" >&2; exit {status}\n')  # fmt: skip
@@ -248,7 +256,9 @@ def test_runs_on_one_card_share_it_by_a_service_that_ends_with_the_sweep(
         assert inside is None
         assert [line[0] for line in lines] == ["-d"]
     else:
-        assert lines == [["-d", inside], ["quit", inside]]
+        assert [line[0] for line in lines] == ["-d", "quit"]
+        assert (lines[0][1] == inside == lines[1][1]) == (client == "true")
+        assert (inside is None) == (client == "false")
 
 
 def test_without_the_service_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
