@@ -132,14 +132,15 @@ class TestFromDatasets:
 
     def test_both_are_compared_on_what_both_ran(self, results: Callable[..., None]):
         for seed, score in ((1, 40.0), (2, 50.0), (3, 90.0)):
-            results("offline", "iql", "a", seed, s0=score)
+            results("offline", "iql", "a", seed, m100000=99.0, m5=score - 10, s0=score)
         results("offline", "iql", "b", 1, s0=99.0)
         for seed, score in ((1, 20.0), (2, 30.0)):
-            results("offline", "d3rlpy-iql", "a", seed, s0=score)
+            before = {f"m{5 * n}": score - 10 * n for n in range(5)}
+            results("offline", "d3rlpy-iql", "a", seed, **before, m40=1e6)
         early, late, cql, _ = offline_report.d3rlpy_table().splitlines()[2:]
-        assert late == "| IQL | 100,000 | 1, 2 | 45.0 | 25.0 |"
-        assert early == "| IQL | 20,000 | not run |  |  |"
-        assert cql == "| CQL | 20,000 | not run |  |  |"
+        assert late == "| IQL | 100,000 | 1, 2 | 45.0 | 25.0 | 40.0 | 5.0 |"
+        assert early == "| IQL | 20,000 | not run |  |  |  |  |"
+        assert cql == "| CQL | 20,000 | not run |  |  |  |  |"
 
     def test_online_scores_and_regret(self, results: Callable[..., None]):
         results("online", "cql-mix", "a", 1, s0=20.0, s1=10.0, s5=40.0, s10=70.0)
