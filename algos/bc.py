@@ -96,14 +96,15 @@ def train(args: Args) -> None:
     )
     act = run.acting(agent)
 
-    saved = switch.open(run, obs_dim, action_dim)
+    switch.begin(agent, obs_dim, action_dim)
+    saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
     else:
-        agent.obs_normalizer.set_statistics(*switch.dataset.obs_statistics())
-        switch.begin(agent)  # --init-from brings the statistics that its networks learned with
+        if args.init_from is None:  # which brings the statistics that its networks learned with
+            agent.obs_normalizer.set_statistics(*switch.dataset.obs_statistics())
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
@@ -112,6 +113,7 @@ def train(args: Args) -> None:
     def learn() -> None:
         """The updates that belong to the last step."""
         nonlocal metrics
+        metrics = {}
         for _ in range(switch.updates(run.step)):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)

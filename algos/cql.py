@@ -61,7 +61,7 @@ class Args(OfflineArgs):
     tau: float = 0.005
     """Step of the target critics towards the critics, at every update."""
     actor_lr: float = 1e-4
-    """Learning rate of the actor."""
+    """Learning rate of the actor; a faster one costs more than another `cql_weight`."""
     critic_lr: float = 3e-4
     """Learning rate of the critics, and of the Lagrange multiplier."""
     alpha_lr: float = 1e-4
@@ -302,14 +302,14 @@ def train(args: Args) -> None:
     )
     act = run.acting(agent)
 
-    saved = switch.open(run, obs_dim, action_dim)
+    switch.begin(agent, obs_dim, action_dim)
+    saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
         switch.give_up(exact)
     else:
-        switch.begin(agent)
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
@@ -318,6 +318,7 @@ def train(args: Args) -> None:
     def learn() -> None:
         """The updates that belong to the last step."""
         nonlocal metrics
+        metrics = {}
         for _ in range(switch.updates(run.step)):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0, agent.imitates())

@@ -182,8 +182,7 @@ class EXPO:
 
         self.base_samples, self.edits, self.edit_scale = given.base_samples, given.edits, given.edit_scale
         self.target_critics, self.dropout, self.T = given.target_critics, given.dropout, given.denoising_steps
-        # Of β ê: log β lower than of ê, for each dimension.
-        self.log_scale = action_dim * math.log(given.edit_scale)
+        self.log_scale = action_dim * math.log(given.edit_scale)  # log π of β ê is lower than that of ê by this
         self.target_entropy = -0.5 * action_dim + (self.log_scale if args.adjust_target_entropy else 0.0)
         self.betas, self.alpha_bars = (part.to(device) for part in variance_preserving(self.T))
 
@@ -344,13 +343,14 @@ def train(args: Args) -> None:
     )
     act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
-    saved = switch.open(run, obs_dim, action_dim)
+    base = ("base", "base_average", "base_optimizer")
+    switch.begin(agent, obs_dim, action_dim, parts=base, alike=("policy", "denoising_steps"))
+    saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
     else:
-        switch.begin(agent, parts=("base", "base_average", "base_optimizer"))
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
 
@@ -361,7 +361,7 @@ def train(args: Args) -> None:
         """What belongs to the last step: the base policy alone in pre-training; nothing while data are collected."""
         nonlocal metrics
         agent.decay(run.step)
-        waits = 0 < run.step <= random_steps or not switch.updates(run.step)
+        metrics, waits = {}, 0 < run.step <= random_steps or not switch.updates(run.step)
         for _ in range(0 if waits else args.num_envs if run.step > 0 else 1):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)

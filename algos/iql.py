@@ -240,13 +240,13 @@ def train(args: Args) -> None:
     )
     act = run.acting(agent)
 
-    saved = switch.open(run, obs_dim, action_dim)
+    switch.begin(agent, obs_dim, action_dim)
+    saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
     else:
-        switch.begin(agent)
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
@@ -255,6 +255,7 @@ def train(args: Args) -> None:
     def learn() -> None:
         """The updates that belong to the last step."""
         nonlocal metrics
+        metrics = {}
         for _ in range(switch.updates(run.step)):
             agent.decay(run.step)
             with run.logger.timed("update"):

@@ -186,14 +186,15 @@ def train(args: Args) -> None:
     )
     act = run.acting(agent)
 
-    saved = switch.open(run, obs_dim, action_dim)
+    switch.begin(agent, obs_dim, action_dim)
+    saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
     else:
-        agent.obs_normalizer.set_statistics(*switch.dataset.obs_statistics())
-        switch.begin(agent)  # --init-from brings the statistics that its networks learned with
+        if args.init_from is None:  # which brings the statistics that its networks learned with
+            agent.obs_normalizer.set_statistics(*switch.dataset.obs_statistics())
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
@@ -201,7 +202,9 @@ def train(args: Args) -> None:
 
     def learn() -> None:
         """The updates that belong to the last step."""
-        for _ in range(switch.updates(run.step)):
+        if not (updates := switch.updates(run.step)):
+            metrics.clear()
+        for _ in range(updates):
             with run.logger.timed("update"):
                 metrics.update(update(run.step > 0, agent.actor_is_due()))
 

@@ -5,22 +5,20 @@ Data", arXiv 2412.07762. Pre-training is Cal-QL's (Nakamoto et al. 2023, arXiv 2
 arXiv 2006.04779), with an ensemble of layer-normalised critics, of which each target draws two (REDQ, Chen et al. 2021,
 arXiv 2101.05982). Online it is SAC at four critic updates a step.
 
-    python algos/wsrl.py --dataset antmaze-large-diverse-v2 --offline-steps 1000000 --online-steps 300000
-    python algos/wsrl.py --dataset hopper-medium-v2 --online-steps 100000 --offline-steps 0 --init-from runs/cql
+    python algos/wsrl.py --dataset antmaze-large-diverse-v2 --online-steps 300000
+    python algos/wsrl.py --dataset hopper-medium-v2 --online-steps 100000 --init-from runs/cql
 
 The paper's comparisons are flags:
 - the data retained: --retain mix            - no warm-up: --warmup-steps 0
 - random warm-up: --warmup random            - pessimism kept: --online-cql
 - RLPD, from scratch with the data: --offline-steps 0 --retain mix
 
-Where the authors' code and this one differ (docs/wsrl.md says why):
-- an optimiser moves when its loss is computed and not otherwise: theirs applies Adam with zero gradients too;
-- the critics move before the actor in pre-training too, as they do online;
-- α is exp(log α) and moves by its policy's own entropy, as in sac.py; theirs is a softplus, by that of the next states.
+Not as the authors' code (docs/wsrl.md): no Adam step without a loss, critics first offline too, α as in sac.py.
 """
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -51,6 +49,8 @@ class Args(OfflineArgs):
     any_sign = ("reward_shift", "failure_reward", "target_entropy")
 
     # From data to online
+    offline_steps: int | None = None  # type: ignore[assignment]
+    """Updates on the dataset alone; by the dataset's domain, and 0 with --init-from."""
     retain: Literal["none", "append", "mix"] = "none"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
     warmup_steps: int = 5_000
@@ -121,12 +121,12 @@ class Args(OfflineArgs):
 
 # The authors' configurations.
 LOCOMOTION = {
-    "hidden": (256, 256), "critic_hidden": (256, 256), "std": "exp", "calibrated": False, "cql_weight": 5.0,
-    "lagrange_gap": 0.0, "importance_sampling": True, "online_max_target_backup": False,
+    "offline_steps": 250_000, "hidden": (256, 256), "critic_hidden": (256, 256), "std": "exp", "calibrated": False,
+    "cql_weight": 5.0, "lagrange_gap": 0.0, "importance_sampling": True, "online_max_target_backup": False,
     "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
 }  # fmt: skip
 ANTMAZE = LOCOMOTION | {
-    "critic_hidden": (256,) * 4, "std": "uniform", "calibrated": True, "lagrange_gap": 0.8,
+    "offline_steps": 1_000_000, "critic_hidden": (256,) * 4, "std": "uniform", "calibrated": True, "lagrange_gap": 0.8,
     "online_max_target_backup": True, "reward_scale": 10.0, "reward_shift": -5.0, "failure_reward": 0.0,
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
@@ -134,8 +134,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "antmaze": ANTMAZE,
     "maze2d": ANTMAZE | {"critic_hidden": (256, 256)},
     "adroit-binary": LOCOMOTION | {
-        "hidden": (512, 512), "critic_hidden": (512,) * 3, "calibrated": True, "cql_weight": 1.0,
-        "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0,
+        "offline_steps": 20_000, "hidden": (512, 512), "critic_hidden": (512,) * 3, "calibrated": True,
+        "cql_weight": 1.0, "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0,
     },
     "kitchen": LOCOMOTION | {
         "hidden": (512,) * 3, "critic_hidden": (512,) * 3, "calibrated": True, "importance_sampling": False,
@@ -188,11 +188,11 @@ class WSRL:
         self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         start = torch.tensor(math.log(math.e - 1.0), device=device)
-        self.alpha_prime = nn.Parameter(start)  # Lagrange multiplier of the term, before the softplus: it starts at 1
+        self.multiplier = nn.Parameter(start)  # α', Lagrange's, before the softplus: it starts at 1
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
-        self.alpha_prime_optimizer = Adam([self.alpha_prime], args.critic_lr)
+        self.multiplier_optimizer = Adam([self.multiplier], args.critic_lr)
         self.args, self.device, self.action_dim = args, device, action_dim
         self.target_entropy = args.target_entropy * action_dim
 
@@ -262,7 +262,7 @@ class WSRL:
         if as_offline:
             term = self.conservative_term(batch, values)
             assert args.cql_weight is not None, "with_presets fills it in"
-            weight = F.softplus(self.alpha_prime).detach() if args.lagrange_gap else args.cql_weight
+            weight = F.softplus(self.multiplier).detach() if args.lagrange_gap else args.cql_weight
             loss = bellman_error + weight * term
             metrics |= {"losses/conservative": term}
         return loss, term, {name: value.detach() for name, value in (metrics | {"losses/critic": loss}).items()}
@@ -285,7 +285,7 @@ class WSRL:
     def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
         assert self.args.lagrange_gap is not None
-        alpha_prime = F.softplus(self.alpha_prime)
+        alpha_prime = F.softplus(self.multiplier)
         loss = -alpha_prime * (term.detach() - self.args.lagrange_gap)
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
@@ -299,7 +299,7 @@ class WSRL:
             metrics |= critic_metrics
             if term is not None and self.args.lagrange_gap:
                 alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
-                self.alpha_prime_optimizer.descend(alpha_prime_loss)
+                self.multiplier_optimizer.descend(alpha_prime_loss)
                 metrics |= alpha_prime_metrics
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
         self.actor_optimizer.descend(actor_loss)
@@ -314,13 +314,14 @@ def with_networks(args: Args) -> Args:
     if args.init_from is None:
         return args
     _, own = name_and_folder("wsrl", args)  # of a run that goes on: that of --init-from may be gone
-    theirs = run_config(own if (own / "checkpoint").exists() else args.init_from)
+    theirs = run_config(own if (own / "checkpoint" / "state.pt").exists() else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
     was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
-    shapes = {"hidden": was["hidden"], "critic_hidden": was.get("critic_hidden") or was["hidden"]}
-    shapes |= {"critics": was["critics"], "layer_norm": was.get("layer_norm", False)}
-    return dataclasses.replace(args, **shapes, std=was.get("std", "uniform" if algo == "iql" else "exp"))
+    was = {"critic_hidden": was["hidden"], "layer_norm": False, "std": "uniform" if algo == "iql" else "exp"} | was
+    shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "std")}
+    sys.stderr.write(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}\n")
+    return dataclasses.replace(args, **shapes, offline_steps=args.offline_steps or 0)
 
 
 def train(args: Args) -> None:
@@ -341,14 +342,14 @@ def train(args: Args) -> None:
     )
     act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
-    saved = switch.open(run, obs_dim, action_dim)
+    switch.begin(agent, obs_dim, action_dim, also=("cql", "iql"))
+    saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])
         obs, exact = set_states(envs, saved["envs"])
         run.warn_inexact(exact)
         switch.give_up(exact)
     else:
-        switch.begin(agent, also=("cql", "iql"))
         obs, _ = envs.reset()
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
@@ -357,11 +358,10 @@ def train(args: Args) -> None:
     def learn() -> None:
         """What belongs to the last step: pre-training; nothing in the warm-up; online learning."""
         nonlocal metrics
-        online = run.step > 0
+        metrics, online = {}, run.step > 0
         own = sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0)  # online transitions of a batch
-        if online and not (run.step > max(args.warmup_steps, own) and switch.updates(run.step)):
-            return
-        for _ in range(args.num_envs if online else 1):
+        waits = online and not (run.step > max(args.warmup_steps, own) and switch.updates(run.step))
+        for _ in range(0 if waits else args.num_envs if online else 1):
             with run.logger.timed("update"):
                 metrics = update(online)
 

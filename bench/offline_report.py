@@ -88,8 +88,8 @@ VARIANTS = {
     "mix": "data retained", "rlpd": "RLPD",
 }  # fmt: skip
 EXPO = {
-    "expo": "EXPO", "adjusted": "EXPO, reachable entropy", "best-of-n": "no edits, best of N",
-    "best-of-2n": "no edits, best of 2N",
+    "expo": "EXPO", "not-pretrained": "EXPO, not pre-trained", "adjusted": "EXPO, reachable entropy",
+    "best-of-n": "no edits, best of N", "best-of-2n": "no edits, best of 2N",
     "base": "base policy alone", "rlpd": "RLPD",
 }  # fmt: skip
 
@@ -125,12 +125,17 @@ def comparison_table(
     return "\n".join(lines if len(lines) > 2 else [*lines, "| not run |" + " |" * (header.count("|") + 3)])
 
 
+def at(curve: Curve, step: int) -> float:
+    """The last evaluation not behind that step."""
+    return curve[max(evaluated for evaluated in curve if evaluated <= step)]
+
+
 def wsrl_table() -> str:
     """What WSRL and the paper's comparisons score at the switch, at worst behind it, on the way, and at the end."""
 
     def columns(runs: list[Curve], last: int) -> list[list[float]]:
         online = [[score for step, score in c.items() if 0 < step <= last] for c in runs]
-        return [[c[0] for c in runs], [*map(min, online)], [*map(statistics.mean, online)], [c[last] for c in runs]]
+        return [[c[0] for c in runs], [*map(min, online)], [*map(statistics.mean, online)], [at(c, last) for c in runs]]
 
     return comparison_table("wsrl", VARIANTS, "at the switch | lowest | mean of all evaluations | at the end", columns)
 
@@ -140,6 +145,6 @@ def expo_table() -> str:
 
     def columns(runs: list[Curve], last: int) -> list[list[float]]:
         means = [statistics.mean(score for step, score in c.items() if 0 < step <= last) for c in runs]
-        return [[c[last // 2] for c in runs], [c[last] for c in runs], means]
+        return [[at(c, last // 2) for c in runs], [at(c, last) for c in runs], means]
 
     return comparison_table("expo", EXPO, "half way | at the end | mean of all evaluations", columns)

@@ -40,16 +40,15 @@ def state_of(agent: object) -> dict[str, Any]:
     return state
 
 
-def restore(agent: object, state: dict[str, Any]) -> None:
+def restore(agent: object, state: dict[str, Any], otherwise: str = "give another --run-dir to start afresh") -> None:
     """Puts back what `state_of` gave, into the same objects: an optimiser stays bound to its parameters.
 
-    Raises InputError where names or shapes differ.
+    Raises InputError, which says what to do `otherwise`, where names or shapes differ.
     """
     expected = state_of(agent).keys()
     if expected != state.keys():
         raise InputError(
-            f"the checkpoint was made by other code: {sorted(expected ^ state.keys())} differ; "
-            "give another --run-dir to start afresh"
+            f"the checkpoint was made by other code: {sorted(expected ^ state.keys())} differ; {otherwise}"
         )
     try:
         for name, value in vars(agent).items():
@@ -66,7 +65,7 @@ def restore(agent: object, state: dict[str, Any]) -> None:
                 setattr(agent, name, state[name])
     except (RuntimeError, ValueError) as error:
         message = str(error).splitlines()[-1].strip()
-        raise InputError(f"the checkpoint does not fit {name}: {message}; give another --run-dir") from None
+        raise InputError(f"the checkpoint does not fit {name}: {message}; {otherwise}") from None
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class RunArgs:
     eval_every: int = 5_000
     """Environment steps between evaluations."""
     eval_episodes: int = 10
-    """Episodes of an evaluation, all with the deterministic policy."""
+    """Episodes of an evaluation, from the same starts each time; the policy is deterministic, but for EXPO's."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
     track: bool = False
@@ -214,7 +214,7 @@ class Run:
         if self.args.vectorizer == "envpool":
             cause = "EnvPool cannot save the state of its environments: they begin new episodes here"
         else:
-            cause = f"{self.args.env} does not replay bit for bit: it begins a new episode here"
+            cause = f"{self.args.env or self.args.task} does not replay bit for bit: it begins a new episode here"
         self.logger.say(f"warning: {cause}, and the run is not exactly the one that was stopped")
 
     def save_if_due(self, snapshot: Callable[[], dict[str, Any]], buffer: ReplayBuffer | None = None) -> None:
@@ -245,7 +245,7 @@ class Run:
         with checkpoint.replacing(self.folder / "DONE") as file:
             file.write(json.dumps({"step": self.step}).encode())
         self._lock_file.close()
-        self.logger.say(f"done: {self.step:,} steps, results in {self.folder}")
+        self.logger.say(f"done at step {self.step:,}, results in {self.folder}")
 
     def _check_folder(self) -> None:
         config = self.folder / "config.json"
@@ -295,5 +295,5 @@ def _refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
             raise RunError(
                 f"{name} is not finite at step {step:,}: try a smaller learning rate or reward scale; "
-                f"{folder} keeps the last checkpoint before it"
+                f"the last checkpoint before it, if there was one, is in {folder}"
             )

@@ -10,6 +10,7 @@ Before it a step is an update on the dataset; behind it a step of the environmen
 import dataclasses
 import itertools
 import json
+import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +74,8 @@ class OfflineArgs(OffPolicyArgs):
         super().__post_init__()
         if not self.dataset:
             raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
+        if self.offline_steps == 0 == self.online_steps:
+            raise InputError("--offline-steps and --online-steps are 0: give one of them")
         if not 0 < self.offline_ratio < 1:
             raise InputError(f"--offline-ratio is {self.offline_ratio}: give a number between 0 and 1")
 
@@ -99,6 +102,9 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
     of = domain(args.env or recording.env or "", args.task)
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
+    env = args.env or recording.env or ""
+    if args.online_steps and of == "adroit-binary" != domain(env, ""):
+        sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
     found = presets[nearest] if nearest else {}
     preset = {k: v for k, v in found.items() if getattr(args, k) is None and v is not None}
     if preset:
@@ -118,9 +124,9 @@ def run_config(folder: Path) -> dict[str, Any]:
 def domain(env: str, dataset: str) -> str:
     """What `with_presets` tells apart, by the names of the environment and the dataset."""
     name = f"{env} {dataset}".lower()
-    words = {"antmaze": ("antmaze",), "kitchen": ("kitchen",), "maze2d": ("maze2d", "pointmaze")}
-    words["adroit"] = ("adroit", "pen-", "door-", "hammer-", "relocate-")
-    found = next((found for found, marks in words.items() if any(mark in name for mark in marks)), "locomotion")
+    words = {"antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
+    words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
+    found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
     return "adroit-binary" if found == "adroit" and ("binary" in name or "sparse" in name) else found
 
 
@@ -146,8 +152,7 @@ class Switch:
         `failure`: as in `Dataset.return_to_go`, but of the raw reward. `online_returns`: false where they are needed
         before the switch alone.
 
-        Raises InputError as `load` does, where nobody knows the dataset's environment, and where the run of --init-from
-        had its rewards scaled otherwise: its critics' values are of them.
+        Raises InputError as `load` does, and where nobody knows the dataset's environment.
         """
         self.args, self._algo = args, run.config["algo"]
         self.dataset = load(
@@ -176,12 +181,23 @@ class Switch:
         self._order: Tensor | None = None
         self._fingerprint = self.dataset.fingerprint()
         new = not (run.folder / "checkpoint" / "state.pt").exists()
-        self._begins_with = self._agent_of(args.init_from) if args.init_from and new else None
+        self._begins_with = args.init_from if new else None
 
-    def open(self, run: Run, obs_dim: int, action_dim: int) -> dict[str, Any] | None:
-        """`run.open()`, and what the run must know and say of the dataset. Returns the state to go on from.
+    def begin(
+        self,
+        agent: object,
+        obs_dim: int,
+        action_dim: int,
+        also: tuple[str, ...] = (),
+        parts: tuple[str, ...] = (),
+        alike: tuple[str, ...] = (),
+    ) -> None:
+        """Gives the agent of a new run the networks of --init-from, and the moments of their optimisers; before `open`,
+        so that what does not fit leaves no folder behind.
 
-        Raises InputError where the dataset does not fit the environment, or is not the one that the run began with.
+        From a run of one of the algorithms `also` it takes what both have; given `parts`, those attributes alone, for
+        which rewards do not matter; the arguments `alike` must be the same there. Raises InputError where it cannot,
+        and where dataset and environment (obs_dim, action_dim) differ in their shapes.
         """
         data = self.dataset.buffer
         if (data.obs_dim, data.action_dim) != (obs_dim, action_dim):
@@ -189,51 +205,25 @@ class Switch:
                 f"{self.args.dataset} has {data.obs_dim} observations and {data.action_dim} actions, "
                 f"{self.env} has {obs_dim} and {action_dim}: give another --env"
             )
-        saved = run.open()
-        dataset = self.dataset
-        if between := dataset.reference or reference(self.env):
-            run.logger.score = partial(normalized, reference=between)
-        run.logger.say(
-            f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
-            f"evaluated in {self.env}"
-        )
-        if saved:
-            if saved["dataset"] != self._fingerprint:
-                raise InputError(
-                    f"{self.args.dataset} is not the dataset any more that {run.folder} began with: "
-                    "give another --run-dir to start afresh"
-                )
-            self.online.load(run.folder / "checkpoint" / "replay", saved["buffer"])
-            self._unfinished = [list(rows) for rows in saved["unfinished"]]
-        return saved
-
-    def _agent_of(self, folder: Path) -> tuple[str, dict[str, Any]]:
-        """The algorithm and the agent of --init-from."""
-        algo, saved = run_config(folder)["algo"], checkpoint.load(folder / "checkpoint" / "state.pt")
-        if not np.allclose(saved.get("rewards", self._rewards), self._rewards):
+        folder = self._begins_with
+        if folder is None:
+            return
+        config, saved = run_config(folder), checkpoint.load(folder / "checkpoint" / "state.pt")
+        algo, theirs = config["algo"], saved["agent"]
+        if algo not in (self._algo, *also):
+            raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
+        for name in alike:
+            if (there := config["arguments"][name]) != getattr(self.args, name):
+                raise InputError(f"{folder} was trained with --{name.replace('_', '-')} {there}: give the same here")
+        if not parts and not np.allclose(saved.get("rewards", self._rewards), self._rewards):
             (scale, shift), (own_scale, own_shift) = saved["rewards"], self._rewards
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
-            raise InputError(
+            raise InputError(  # the critics' values are of them
                 f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run would from {own_scale:g} · r "
                 f"{own_shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
             )
-        return algo, saved["agent"]
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the online transitions."""
-        unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
-        return {"dataset": self._fingerprint, "unfinished": unfinished, "rewards": self._rewards}
-
-    def begin(self, agent: object, also: tuple[str, ...] = (), parts: tuple[str, ...] = ()) -> None:
-        """Gives the agent of a new run the networks of --init-from, and the moments of their optimisers.
-
-        From a run of one of the algorithms `also` it takes what both have; given `parts`, those attributes alone.
-        """
-        if self._begins_with is None:
-            return
-        algo, theirs = self._begins_with
-        if algo not in (self._algo, *also):
-            raise InputError(f"{self.args.init_from} was trained by {algo}: give --init-from a run of {self._algo}")
+        if not (folder / "DONE").exists():
+            sys.stderr.write(f"warning: {folder} is not finished: this run begins with its last checkpoint\n")
         own = checkpoint.state_of(agent)
         if algo in also:
             theirs = {name: theirs.get(name, state) for name, state in own.items()}
@@ -245,7 +235,37 @@ class Switch:
                 theirs[name] = state
             elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
                 theirs[name]["param_groups"] = state["param_groups"]
-        checkpoint.restore(agent, theirs)
+        checkpoint.restore(agent, theirs, f"{folder}'s networks do not fit: give another --init-from, or its flags")
+
+    def open(self, run: Run) -> dict[str, Any] | None:
+        """`run.open()`, and what the run must know and say of the dataset. Returns the state to go on from.
+
+        Raises InputError where the dataset is not the one that the run began with.
+        """
+        saved = run.open()
+        dataset = self.dataset
+        if between := dataset.reference or reference(self.env):
+            run.logger.score = partial(normalized, reference=between)
+        run.logger.say(
+            f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
+            f"evaluated in {self.env}"
+        )
+        if self.args.retain == "none" and 0 < self.args.online_steps <= self.args.warmup_steps:
+            run.logger.say("warning: nothing is learned online: --online-steps end within --warmup-steps")
+        if saved:
+            if saved["dataset"] != self._fingerprint:
+                raise InputError(
+                    f"{self.args.dataset} is not the dataset any more that {run.folder} began with: "
+                    "give another --run-dir to start afresh"
+                )
+            self.online.load(run.folder / "checkpoint" / "replay", saved["buffer"])
+            self._unfinished = [list(rows) for rows in saved["unfinished"]]
+        return saved
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the online transitions."""
+        unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
+        return {"dataset": self._fingerprint, "unfinished": unfinished, "rewards": self._rewards}
 
     def add(
         self,

@@ -315,6 +315,25 @@ def test_conservative_term_lowers_what_was_never_seen(importance_sampling: bool)
     assert unseen < seen - 0.5
 
 
+@pytest.mark.parametrize("variant", [{}, {"max_target_backup": True}, {"lagrange_gap": 1.0}], ids=str)
+def test_values_of_what_was_never_seen_stay_below_those_of_a_known_chain(variant: dict[str, Any]):
+    """s₀ → s₁ → the end, reward 1 on the second step and γ = 0.9, whatever is done: Q* is 0.9, then 1. Backed up, the
+    value of a hole at s₁ would raise s₀'s."""
+    agent = float32_agent(gamma=0.9, tau=0.05, critic_lr=3e-3, cql_weight=1.0, **variant)
+    first, second = torch.eye(3)[0].expand(32, -1), torch.eye(3)[1].expand(32, -1)
+    obs, next_obs = torch.cat([first, second]), torch.cat([second, first])
+    ends, rng = torch.arange(64) >= 32, np.random.default_rng(0)
+    for _ in range(1_000):
+        actions = torch.from_numpy(np.column_stack([rng.uniform(-1, 0, 64), rng.uniform(-1, 1, 64)])).float()
+        agent.update(Batch(obs, actions, ends.float(), next_obs, ends.float()))
+    unseen = torch.column_stack([actions[:, 0].neg().clamp(min=0.3), actions[:, 1]])
+    with torch.no_grad():
+        seen, never = (agent.critic(obs, at).mean(0).view(2, 32).mean(1) for at in (actions, unseen))
+    known = torch.tensor([0.9, 1.0])
+    assert (never < known - 5.0).all()
+    torch.testing.assert_close(seen, known, rtol=0, atol=0.4)
+
+
 def test_calibration_lowers_less_where_the_data_are_better_and_nothing_changes_where_they_are_not():
     _, plain = values_around_a_hole(cql_weight=1.0)
     _, bounded = values_around_a_hole(1.0, cql_weight=1.0)  # nothing above the data's return is pushed below it

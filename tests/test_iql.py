@@ -205,6 +205,30 @@ def test_the_actors_learning_rate_falls_as_a_cosine_where_nothing_follows() -> N
     assert online.actor_optimizer.param_groups[0]["lr"] == 2e-4
 
 
+@pytest.mark.parametrize(
+    ("domain", "expected"),
+    [  # τ, β, dropout, rewards normalised, shift: appendix B and the authors' configurations
+        ("locomotion", (0.7, 3.0, 0.0, True, 0.0)),
+        ("antmaze", (0.9, 10.0, 0.0, False, -1.0)),
+        ("adroit", (0.7, 0.5, 0.1, False, 0.0)),
+        ("kitchen", (0.7, 0.5, 0.1, False, 0.0)),
+    ],
+)
+def test_presets_are_the_authors(domain: str, expected: tuple[Any, ...]) -> None:
+    args = Args(dataset="none.hdf5", **PRESETS[domain])
+    found = args.expectile, args.temperature, args.dropout, args.normalize_returns, args.reward_shift
+    assert found == expected
+    assert len(PRESETS[domain]) == len(expected)
+    assert len(PRESETS) == 4
+
+
+def test_defaults_are_the_authors() -> None:
+    args = Args(dataset="none.hdf5")
+    assert (args.actor_lr, args.critic_lr, args.value_lr, args.gamma, args.tau) == (3e-4, 3e-4, 3e-4, 0.99, 5e-3)
+    assert (args.hidden, args.critics, args.batch_size, args.max_weight) == ((256, 256), 2, 256, 100)
+    assert (args.retain, args.utd, args.offline_steps) == ("append", 1, 1_000_000)
+
+
 def test_a_restored_agent_goes_on_bit_for_bit() -> None:
     """Optimisers stay bound to what they move, and targets are not rebuilt from the critics."""
     agent, other = make_agent(False), make_agent(False, seed=2)

@@ -168,7 +168,7 @@ class TestFromDatasets:
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):
         """Half way and at the end of the shortest run; of a task that goes on the share of its steps that is solved."""
         results("expo", "rlpd", "a", 1, s0=0.0, s5=10.0, s10=30.0)
-        results("expo", "expo", "a", 1, s0=0.0, s5=20.0, s10=60.0, s20=99.0)
+        results("expo", "expo", "a", 1, s0=0.0, s4=20.0, s6=40.0, s10=60.0, s20=99.0)  # none at 5
         assert offline_report.expo_table().splitlines()[2:] == [
             "| a, 10 steps | EXPO | 20.0 (1) | 60.0 (1) | 40.0 (1) |  |",
             "| a, 10 steps | RLPD | 10.0 (1) | 30.0 (1) | 20.0 (1) |  |",

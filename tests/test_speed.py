@@ -1,5 +1,6 @@
 """`bench/speed.py` counts every step, really stops who is stopped, leaves nothing behind, and has an honest floor."""
 
+import json
 import os
 import shlex
 import signal
@@ -12,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import PENDULUM, flags
+import tyro
+from conftest import PENDULUM, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,6 +27,7 @@ from bench.step_counter import COUNTER_FILE, counted, read_steps
 from bench.wsrl_loop import Loop
 from common.provenance import commit
 from common.replay_buffer import Batch
+from offline.switch import with_presets
 
 ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -98,12 +101,25 @@ def test_our_gradient_steps_on_a_dataset_are_counted(tmp_path: Path) -> None:
 @pytest.mark.skipif(not D3RLPY.exists(), reason="make .venv-d3rlpy/installed")
 @pytest.mark.parametrize("algo", [name for name, algorithm in ALGORITHMS.items() if algorithm.offline])
 def test_d3rlpys_gradient_steps_are_counted(tmp_path: Path, algo: str) -> None:
-    """With the very arguments that it is run with; its logs go where they are told to."""
+    """With the very arguments that it is run with; its logs go where they are told to. And they are ours."""
     line = commands(Args(algo=algo, dataset=PENDULUM), tmp_path)["d3rlpy"]
     env = {**ENV, COUNTER_FILE: str(tmp_path / "steps")}
     subprocess.run([line[0], "-c", SEVEN_UPDATES, *line[2:]], cwd=ROOT, env=env, check=True, capture_output=True)
     assert read_steps(tmp_path / "steps") == 7
-    assert list((tmp_path / "d3rlpy").glob("*/params.json"))
+    [used] = (tmp_path / "d3rlpy").glob("*/params.json")
+    theirs = json.loads(used.read_text())["config"]["params"]
+    own = commands(Args(algo=algo, dataset=PENDULUM), tmp_path)["ours"]
+    ours = with_presets(
+        tyro.cli(module(algo).Args, args=own[own.index(f"algos/{algo}.py") + 1 :]), module(algo).PRESETS
+    )
+    same = {"batch_size": "batch_size", "gamma": "gamma", "tau": "tau", "critics": "n_critics"}
+    if algo == "cql":
+        same |= {"cql_actions": "n_action_samples", "cql_weight": "conservative_weight"}
+        same |= {"max_target_backup": "max_q_backup", "backup_entropy": "soft_q_backup"}
+    assert {name: getattr(ours, name) for name in same} == {name: theirs[their] for name, their in same.items()}
+    encoders = [theirs[name]["type"] for name in theirs if name.endswith("encoder_factory")]
+    assert {*encoders} == {"default"}  # 256 256
+    assert {ours.hidden, getattr(ours, "critic_hidden", ours.hidden)} == {(256, 256)}
 
 
 @pytest.mark.parametrize("algo", ["sac", "ppo"])

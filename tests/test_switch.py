@@ -1,7 +1,6 @@
 """The switch: what is sampled before it and behind it, when the policy is frozen, and when evaluations are due."""
 
 import csv
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +222,8 @@ class TestPresets:
             ("FrankaKitchen-v1", "D4RL/kitchen/mixed-v2", "kitchen"),
             ("PointMaze_UMaze-v3", "D4RL/pointmaze/umaze-v2", "maze2d"),
             ("Pendulum-v1", "pendulum-random", "locomotion"),  # not pen-
+            ("Hopper-v4", "open-loop", "locomotion"),
+            ("Hopper-v4", "indoor-runs", "locomotion"),
         ],
     )
     def test_domains(self, env: str, dataset: str, expected: str) -> None:
@@ -239,6 +240,23 @@ class TestPresets:
         args = with_presets(Args(dataset=str(PENDULUM)), PRESETS)
         assert (args.env, args.expectile, args.temperature, args.normalize_returns) == ("Pendulum-v1", 0.7, 3.0, True)
         assert None not in [getattr(args, name) for name in PRESETS["locomotion"]]
+
+    @pytest.mark.parametrize(
+        ("env", "online_steps", "warns"),
+        [
+            ("AdroitHandPen-v1", 10, True),
+            ("AdroitHandPen-v1", 0, False),
+            ("AdroitHandPenSparse-v1", 10, False),
+            ("adroit-binary/pen-v0", 10, False),
+        ],
+    )
+    def test_sparse_data_and_an_environment_that_may_pay_otherwise(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], env: str, online_steps: int, warns: bool
+    ) -> None:
+        path = tmp_path / "pen-human-sparse.hdf5"
+        path.write_bytes(PENDULUM.read_bytes())
+        with_presets(Args(dataset=str(path), env=env, online_steps=online_steps), PRESETS)
+        assert ("has sparse rewards" in capsys.readouterr().err) is warns
 
 
 class TestRuns:
@@ -280,17 +298,54 @@ class TestRuns:
         assert rates == pytest.approx([0.0, 1e-3], abs=1e-6)
         assert (states[0]["temperature"], states[1]["temperature"]) == (3.0, 7.0)
         assert not same(states[0]["generator"], states[1]["generator"])
-        bad = dataclasses.replace(args, init_from=tmp_path / "nowhere", run_dir=tmp_path / "bad")
-        with pytest.raises(InputError, match=r"nowhere is not a run folder"):
-            module("iql").train(bad)
+
+    def test_what_cannot_be_begun_with_is_refused_and_leaves_no_folder(self, small: Any, tmp_path: Path) -> None:
+        first = small("iql", offline_steps=5, online_steps=0, run_dir=tmp_path / "first")
+        module("iql").train(first)
+        for changed, said in (
+            ({"init_from": tmp_path / "nowhere"}, "nowhere is not a run folder"),
+            ({"hidden": (8, 8)}, "does not fit actor: size mismatch .* give another --init-from, or its flags"),
+            ({"normalize_returns": False}, "learned from rewards .* give both the same scale"),
+        ):
+            with pytest.raises(InputError, match=said):
+                module("iql").train(small("iql", **({"init_from": first.run_dir} | changed)))
+            assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize("algo", ["iql", "expo"])
     def test_another_algorithms_run_is_refused(self, small: Any, tmp_path: Path, algo: str) -> None:
+        """Whatever its rewards: those of iql's are scaled."""
         first = small("bc", offline_steps=5, online_steps=0, run_dir=tmp_path / "first")
         module("bc").train(first)
-        scale = {"normalize_returns": False} if algo == "iql" else {}
         with pytest.raises(InputError, match=f"was trained by bc: give --init-from a run of {algo}"):
-            module(algo).train(small(algo, init_from=first.run_dir, **scale))
+            module(algo).train(small(algo, init_from=first.run_dir))
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_beginning_with_a_run_that_is_not_finished_is_said(
+        self, small: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: bool
+    ) -> None:
+        first = small("iql", offline_steps=5, online_steps=0, run_dir=tmp_path / "first")
+        module("iql").train(first)
+        if not finished:
+            (first.run_dir / "DONE").unlink()
+        module("iql").train(small("iql", offline_steps=5, online_steps=0, init_from=first.run_dir))
+        assert ("first is not finished" in capsys.readouterr().err) is not finished
+
+    def test_neither_offline_nor_online_steps_are_refused(self, small: Any) -> None:
+        with pytest.raises(InputError, match="--offline-steps and --online-steps are 0"):
+            small("iql", offline_steps=0, online_steps=0)
+
+    @pytest.mark.parametrize("algo", sorted({*OFFLINE} - {"expo"}))
+    def test_no_losses_are_logged_where_nothing_is_learned(
+        self, small: Any, capsys: pytest.CaptureFixture[str], algo: str
+    ) -> None:
+        """Those of the last update before a warm-up are not repeated in it; that it lasts to the end is said."""
+        args = small(algo, env="Failing-v0", offline_steps=10, online_steps=1_000, retain="none", warmup_steps=1_000)
+        module(algo).train(args)
+        rows = csv.DictReader((args.run_dir / "metrics.csv").open())
+        steps = {int(row["step"]) for row in rows if row["name"].startswith("losses/")}
+        assert steps == {0}
+        assert "nothing is learned online" in capsys.readouterr().err
 
     def test_another_dataset_at_resume_is_refused(self, small: Any, tmp_path: Path) -> None:
         path = tmp_path / "data.hdf5"

@@ -210,6 +210,13 @@ def test_a_restored_agent_goes_on_bit_for_bit() -> None:
     assert same(state_of(agent), state_of(other))
 
 
+def test_defaults_are_the_papers() -> None:
+    args = Args(dataset="none.hdf5")
+    assert (args.alpha, args.actor_lr, args.critic_lr, args.gamma, args.tau) == (2.5, 3e-4, 3e-4, 0.99, 5e-3)
+    assert (args.hidden, args.critics, args.batch_size, args.policy_delay) == ((256, 256), 2, 256, 2)
+    assert (args.target_noise, args.target_noise_clip, args.exploration_noise) == (0.2, 0.5, 0.1)
+
+
 def test_a_restored_agent_keeps_its_own_flags() -> None:
     """`--init-from` with another α means that α."""
     agent, other = make_agent(alpha=1.0), make_agent(alpha=2.0)

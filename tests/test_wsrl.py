@@ -1,6 +1,7 @@
 """WSRL against formulas written a second time, one action at a time; its three phases; its traps."""
 
 import copy
+import json
 import math
 import re
 import shutil
@@ -36,7 +37,7 @@ SMALL = PRESETS["locomotion"] | {
     "hidden": (16, 16), "critic_hidden": (16, 8), "critics": E, "target_critics": S, "cql_actions": N,
     "batch_size": 64, "dataset": "none.hdf5",
 }  # fmt: skip
-ADAPTIVE = ("log_alpha", "alpha_prime")
+ADAPTIVE = ("log_alpha", "multiplier")
 
 
 def float32_agent(**changed: Any) -> WSRL:
@@ -52,11 +53,11 @@ def make_agent(**changed: Any) -> WSRL:
     for network in (agent.actor, agent.critic, agent.critic_target):
         network.double()
     agent.log_alpha.data = torch.tensor(-0.7, dtype=torch.float64)
-    agent.alpha_prime.data = torch.tensor(0.3, dtype=torch.float64)
+    agent.multiplier.data = torch.tensor(0.3, dtype=torch.float64)
     agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
     agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
     agent.alpha_optimizer = Adam([agent.log_alpha], 1e-3)
-    agent.alpha_prime_optimizer = Adam([agent.alpha_prime], 1e-3)
+    agent.multiplier_optimizer = Adam([agent.multiplier], 1e-3)
     return agent
 
 
@@ -167,7 +168,7 @@ def test_alpha_losses() -> None:
     loss, _ = agent.alpha_prime_loss(torch.tensor(2.0).double())
     assert loss.item() == pytest.approx(-math.log1p(math.exp(0.3)) * (2.0 - 0.8))
     loss.backward()
-    assert agent.alpha_prime.grad.item() == pytest.approx(-1.2 / (1.0 + math.exp(-0.3)))
+    assert agent.multiplier.grad.item() == pytest.approx(-1.2 / (1.0 + math.exp(-0.3)))
     assert float32_agent(lagrange_gap=0.8).alpha_prime_loss(torch.zeros(()))[0].item() == pytest.approx(0.8)  # α' = 1
     loss, _ = make_agent(target_entropy=-0.5).alpha_loss(torch.tensor([1.0, 2.5, -0.5]).double())
     assert loss.item() == pytest.approx(0.0)
@@ -189,7 +190,7 @@ def test_each_loss_reaches_its_own_network_and_no_other() -> None:
         "critic.": agent.critic_loss(batch, online=False)[0],
         "actor.": agent.actor_loss(batch)[0],
         "log_alpha": agent.alpha_loss(torch.zeros(5).double())[0],
-        "alpha_prime": agent.alpha_prime_loss(torch.ones(()).double())[0],
+        "multiplier": agent.alpha_prime_loss(torch.ones(()).double())[0],
     }
     for owner, loss in losses.items():
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -211,7 +212,7 @@ def test_an_online_update_steps_the_critics_on_each_slice_and_the_actor_once_on_
     # Trap (reference 8.3): an optimiser that is not asked does not move, nor do its moments.
     steps = {name: int(getattr(agent, f"{name}_optimizer").step_count) for name in ("critic", "actor", "alpha")}
     assert steps == {"critic": 4, "actor": 1, "alpha": 1}
-    assert int(agent.alpha_prime_optimizer.step_count) == 0
+    assert int(agent.multiplier_optimizer.step_count) == 0
     assert all(not torch.equal(a, b) for a, b in zip(before, agent.critic_target.parameters(), strict=True))
 
 
@@ -225,7 +226,7 @@ def test_pre_training_raises_the_multiplier_where_the_gap_is_exceeded(gap: float
     """Lowers it where it is not; and leaves it alone without a gap."""
     agent = make_agent(lagrange_gap=gap)
     metrics = agent.update(make_batch(), online=False)
-    assert np.sign(agent.alpha_prime.item() - 0.3) == direction
+    assert np.sign(agent.multiplier.item() - 0.3) == direction
     assert ("charts/alpha_prime" in metrics) is bool(gap)
     assert not gap or np.sign(metrics["losses/conservative"].item() - gap) == direction
 
@@ -264,11 +265,11 @@ def test_a_preset_fills_what_a_domain_decides(domain: str) -> None:
 
 @pytest.mark.parametrize(
     ("domain", "expected"),
-    [  # (Cal-QL, weight, gap, importance sampling), online best of ten, (scale, shift, failure), widths, deviation
-        ("locomotion", ((False, 5, 0, True), False, (1, 0, None), (256,) * 2, (256,) * 2, "exp")),
-        ("antmaze", ((True, 5, 0.8, True), True, (10, -5, 0), (256,) * 2, (256,) * 4, "uniform")),
-        ("adroit-binary", ((True, 1, 0, True), False, (10, 5, -1), (512,) * 2, (512,) * 3, "exp")),
-        ("kitchen", ((True, 5, 0, False), False, (1, -4, None), (512,) * 3, (512,) * 3, "exp")),
+    [  # (Cal-QL, weight, gap, importance sampling), online best of ten, (scale, shift, failure), widths, σ, updates
+        ("locomotion", ((False, 5, 0, True), False, (1, 0, None), (256,) * 2, (256,) * 2, "exp", 250_000)),
+        ("antmaze", ((True, 5, 0.8, True), True, (10, -5, 0), (256,) * 2, (256,) * 4, "uniform", 1_000_000)),
+        ("adroit-binary", ((True, 1, 0, True), False, (10, 5, -1), (512,) * 2, (512,) * 3, "exp", 20_000)),
+        ("kitchen", ((True, 5, 0, False), False, (1, -4, None), (512,) * 3, (512,) * 3, "exp", 250_000)),
     ],
 )
 def test_presets_are_the_authors(domain: str, expected: tuple[Any, ...]) -> None:
@@ -276,7 +277,7 @@ def test_presets_are_the_authors(domain: str, expected: tuple[Any, ...]) -> None
     term = args.calibrated, args.cql_weight, args.lagrange_gap, args.importance_sampling
     rewards = args.reward_scale, args.reward_shift, args.failure_reward
     found = term, args.online_max_target_backup, rewards, args.hidden, args.critic_hidden, args.std
-    assert found == expected
+    assert (*found, args.offline_steps) == expected
 
 
 def test_defaults_are_the_authors() -> None:
@@ -286,6 +287,9 @@ def test_defaults_are_the_authors() -> None:
     assert (args.utd, args.utd * args.batch_size, args.warmup_steps) == (4, 1024, 5000)
     assert (args.retain, args.warmup, args.online_cql) == ("none", "policy", False)
     assert (args.target_entropy, args.backup_entropy, args.actor_value) == (-1, False, "min")
+    agent = WSRL(Args(dataset="none.hdf5", **PRESETS["locomotion"]), 3, 2, torch.device("cpu"))
+    rates = {name: getattr(agent, f"{name}_optimizer").lr for name in ("actor", "critic", "alpha", "multiplier")}
+    assert rates == {"actor": 1e-4, "critic": 3e-4, "alpha": 1e-4, "multiplier": 3e-4}
 
 
 class TestRuns:
@@ -318,6 +322,32 @@ class TestRuns:
             spread[who] = (actions - torch.linspace(-1, 1, 150)).abs().max().item() / 2  # Kolmogorov and Smirnov's
         assert spread["random"] < 1.63 / math.sqrt(150) < spread["policy"]
 
+    def test_a_random_warm_up_ends(self, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        drawn: list[int] = []
+        explore = module("wsrl").uniform_actions
+        monkeypatch.setattr(module("wsrl"), "uniform_actions", lambda *given: drawn.append(1) or explore(*given))
+        module("wsrl").train(small("wsrl", offline_steps=10, online_steps=100, warmup_steps=80, warmup="random"))
+        assert len(drawn) == 80
+
+    @pytest.mark.parametrize(
+        ("changed", "turns"),
+        [  # of 64 online transitions, four slices of 16, or of half as many
+            ({"warmup_steps": 80}, 20),
+            ({"warmup_steps": 1}, 36),
+            ({"warmup_steps": 1, "retain": "mix"}, 68),
+            ({"warmup_steps": 80, "num_envs": 2}, 20),
+        ],
+        ids=str,
+    )
+    def test_updates_of_each_step_begin_once_a_batch_can_be_filled(
+        self, small: Any, changed: dict[str, Any], turns: int
+    ) -> None:
+        args = small("wsrl", offline_steps=0, online_steps=100, utd=4, batch_size=16, **changed)
+        module("wsrl").train(args)
+        agent = final_state(args.run_dir)["agent"]
+        steps = {name: int(agent[f"{name}_optimizer"]["state"][0]["step"]) for name in ("critic", "actor", "alpha")}
+        assert steps == {"critic": 4 * turns, "actor": turns, "alpha": turns}
+
     @pytest.mark.parametrize("algo", ["cql", "iql", "wsrl"])
     def test_it_begins_with_another_algorithms_networks(self, small: Any, tmp_path: Path, algo: str) -> None:
         raw = {"normalize_returns": False} if algo == "iql" else {}
@@ -326,8 +356,14 @@ class TestRuns:
         args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
         module("wsrl").train(args)
         theirs, ours = final_state(first.run_dir)["agent"], final_state(args.run_dir)["agent"]
-        for name in ("actor", "critic", "critic_target"):
+        also = {"iql": (), "cql": ("log_alpha",), "wsrl": ("log_alpha", "multiplier")}[algo]
+        for name in ("actor", "critic", "critic_target", *also):
             assert same(theirs[name], ours[name])
+        for name in ("actor", "critic", *(other.removeprefix("log_") for other in also)):
+            moments = [agent[f"{name}_optimizer"]["state"] for agent in (theirs, ours)]
+            assert same(*moments)
+        if algo != "wsrl":  # whose multiplier is another, and begins anew
+            assert not ours["multiplier_optimizer"]["state"][0]["exp_avg"].any()
         # The policies act alike: the mean of both is a tanh.
         rows = [(folder / "evaluations.csv").read_text().splitlines()[-1] for folder in (first.run_dir, args.run_dir)]
         returns = [float(row.split(",")[2]) for row in rows]
@@ -355,6 +391,29 @@ class TestRuns:
         with pytest.raises(SystemExit) as finished:
             module("wsrl").train(args)
         assert not finished.value.code
+
+    def test_a_kill_while_the_first_checkpoint_is_written(self, small: Any, tmp_path: Path) -> None:
+        """Behind the replay rows, before the state: the same command begins anew."""
+        first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
+        module("cql").train(first)
+        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
+        module("wsrl").train(args)
+        for name in ("DONE", "checkpoint/state.pt"):
+            (args.run_dir / name).unlink()
+        assert [*(args.run_dir / "checkpoint").iterdir()]
+        module("wsrl").train(args)
+        assert (args.run_dir / "DONE").exists()
+
+    def test_steps_and_networks_are_those_of_the_run_that_it_begins_with(
+        self, small: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
+        module("cql").train(first)
+        args = small("wsrl", offline_steps=None, online_steps=30, init_from=first.run_dir, critics=7)
+        module("wsrl").train(args)
+        arguments = json.loads((args.run_dir / "config.json").read_text())["arguments"]
+        assert (arguments["offline_steps"], arguments["critics"], arguments["layer_norm"]) == (0, 2, False)
+        assert "first: hidden (16, 16), critic_hidden (16, 16), critics 2, layer_norm False" in capsys.readouterr().err
 
     def test_another_kind_of_run_is_refused(self, small: Any, tmp_path: Path) -> None:
         first = small("bc", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
