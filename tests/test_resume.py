@@ -82,6 +82,21 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
 
 
 @pytest.mark.parametrize(
+    ("algo", "retain", "num_envs"),
+    [("bc", "mix", 1), ("iql", "none", 1), ("cql", "append", 2), ("cql", "none", 1), ("td3_bc", "mix", 2)],
+)
+def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, retain: str, num_envs: int):
+    """Before the switch, at it, in the warm-up or what stands in its place, and behind it."""
+    arguments = {"num_envs": num_envs, "retain": retain, "warmup_steps": 120, "offline_steps": 200, "online_steps": 500}
+    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
+    places = [("update", 150), ("online step", 1), ("online step", 110 // num_envs), ("online step", 240 // num_envs)]
+    result = killed_at(algo, places, *flags(algo, **arguments, run_dir=tmp_path / "killed"))
+    assert result.returncode == 0, result.stderr
+    assert command(*flags(algo, **arguments, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
     ("algo", "number", "status", "vectorizer"),
     [
         ("sac", signal.SIGINT, 130, "sync"),
