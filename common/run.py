@@ -52,7 +52,7 @@ class RunArgs:
     cuda_graph: bool = True
     """On CUDA, run the update, and acting, as captured graphs, which launch all their kernels at once."""
     run_dir: Path | None = None
-    """Run folder; runs/<algorithm>__<env>__<seed> unless given."""
+    """Run folder; runs/<algorithm>__<env or dataset>__<seed> unless given."""
     eval_every: int = 5_000
     """Environment steps between evaluations."""
     eval_episodes: int = 10
