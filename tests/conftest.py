@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ import torch
 from common import checkpoint
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import RunArgs
+
+# A shell's background job ignores Ctrl-C, and so would every program that the tests start, those of Ctrl-C too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 # Data that is not part of the project: beside the repository, or where ONRAMP_SHARED says. May be absent.
@@ -126,8 +130,6 @@ def small(tmp_path: Path) -> Callable[..., RunArgs]:
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     """A run in this process leaves its signal handlers and its way with denormal numbers."""
-    import signal
-
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     for number, handler in before:
