@@ -99,10 +99,10 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     tasks and of locomotion for others where one has none of its own; empty where nothing depends on it.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
-    chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": recording.env or ""}
-    of = domain(args.env or recording.env or "", args.task)
-    nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
     env = args.env or recording.env or ""
+    chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": env}
+    of = domain(env, args.task)
+    nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
     if args.online_steps and of == "adroit-binary" != domain(env, ""):
         sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
     found = presets[nearest] if nearest else {}
