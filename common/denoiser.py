@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.networks import glorot
+from common.networks import Linear, glorot
 from common.onednn import EPSILON, linear
 
 
@@ -17,8 +17,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = (
             nn.LayerNorm(width, EPSILON),
-            _linear(width, 4 * width),
-            _linear(4 * width, width),
+            Linear(width, 4 * width),
+            Linear(4 * width, width),
         )
 
     def forward(self, stream: Tensor) -> Tensor:
@@ -41,10 +41,10 @@ class Denoiser(nn.Module):
     def __init__(self, obs_dim: int, action_dim: int, width: int, blocks: int, generator: torch.Generator) -> None:
         super().__init__()
         self.frequencies = nn.Parameter(0.2 * torch.randn(width // 4, generator=generator))
-        self.of_time = nn.Sequential(_linear(2 * (width // 4), width), nn.SiLU(), _linear(width, width))
-        self.first = _linear(action_dim + obs_dim + width, width)
+        self.of_time = nn.Sequential(Linear(2 * (width // 4), width), nn.SiLU(), Linear(width, width))
+        self.first = Linear(action_dim + obs_dim + width, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
-        self.last = _linear(width, action_dim)
+        self.last = Linear(width, action_dim)
         glorot(self, generator)
 
     def forward(self, obs: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
@@ -67,8 +67,3 @@ def variance_preserving(steps: int) -> tuple[Tensor, Tensor]:
     t = torch.arange(1, steps + 1, dtype=torch.float64)
     betas = 1.0 - torch.exp(-0.1 / steps - 0.5 * (10.0 - 0.1) * (2.0 * t - 1.0) / steps**2)
     return betas.float(), (1.0 - betas).cumprod(0).float()
-
-
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
-    return layer

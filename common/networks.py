@@ -19,6 +19,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Linear(nn.Linear):
+    """`torch.nn.Linear` whose weights hold nothing yet, so that no global generator is touched."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class EnsembleLinear(nn.Module):
     """`ensemble` linear layers side by side, in one batched product.
 
@@ -122,11 +129,7 @@ def mlp(
     """
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
-        layer: nn.Linear | EnsembleLinear
-        if ensemble is None:
-            layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # so that no global generator is touched
-        else:
-            layer = EnsembleLinear(ensemble, inputs, outputs)
+        layer = Linear(inputs, outputs) if ensemble is None else EnsembleLinear(ensemble, inputs, outputs)
         bound = 1.0 / math.sqrt(inputs)
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
@@ -195,6 +198,13 @@ class TanhGaussian:
         # log(1 - tanh(u)²) = 2 (log 2 - u - softplus(-2u)) is exact for every u; the usual log(1 - a² + 1e-6) is not.
         log_slope = 2.0 * (LOG_2 - u - F.softplus(-2.0 * u))
         return (-0.5 * noise.square() - self.log_std - log_slope - HALF_LOG_2PI).sum(-1)
+
+
+for _name in ("add_param_group", "state_dict", "load_state_dict"):
+    # At their first call these import the compiler, so that it leaves them out: a second of every program's start.
+    _method = vars(torch.optim.Optimizer)[_name]
+    if (_plain := getattr(_method, "__wrapped__", None)) is not None:
+        _plain.__dynamo_disable = _plain
 
 
 class Adam(torch.optim.Adam):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,18 +241,18 @@ def test_non_finite_loss(run, tmp_path: Path, algo: str):
 
 
 @every_algorithm
-@pytest.mark.parametrize("kilobytes", [2, 10])
-def test_a_full_disk(tmp_path: Path, algo: str, kilobytes: int):
+def test_a_full_disk(tmp_path: Path, algo: str):
     """Files may not grow beyond a few kB (logs, replay rows, state): exit 1; with room, the same command goes on."""
-    line = flags(algo, run_dir=tmp_path / "run", checkpoint_every=50)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))  # noqa: E731
-    full = command(*line, algo=algo, preexec_fn=limit)
-    assert_refused((full.returncode, full.stderr[full.stderr.find(f"{algo}.py: ") :]), 1, "make room")
-    assert not list((tmp_path / "run").rglob("*.part"))
-    assert command(*line, algo=algo).returncode == 0
     line = flags(algo, run_dir=tmp_path / "undisturbed", checkpoint_every=50)
     assert command(*line, algo=algo).returncode == 0
-    assert same(final_state(tmp_path / "run"), final_state(tmp_path / "undisturbed"))
+    for kilobytes in (2, 10):
+        limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024 * kilobytes, 1024 * kilobytes))
+        line = flags(algo, run_dir=tmp_path / f"{kilobytes}", checkpoint_every=50)
+        full = command(*line, algo=algo, preexec_fn=limit)
+        assert_refused((full.returncode, full.stderr[full.stderr.find(f"{algo}.py: ") :]), 1, "make room")
+        assert not list((tmp_path / f"{kilobytes}").rglob("*.part"))
+        assert command(*line, algo=algo).returncode == 0
+        assert same(final_state(tmp_path / f"{kilobytes}"), final_state(tmp_path / "undisturbed"))
 
 
 def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):

@@ -4,11 +4,13 @@ import copy
 import math
 import subprocess
 import sys
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
+from conftest import flags, killed_at
 
 from common import onednn
 from common.networks import Adam, EnsembleLinear, Polyak, TanhGaussian, frozen, mlp
@@ -229,10 +231,17 @@ def test_adam_moves_its_own_parameters_only():
     assert all(p.grad is None for p in critic.parameters())
 
 
-def test_a_program_starts_without_the_compiler():
-    """It would take each of them a second more."""
-    said = "import sys, algos.sac; print('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout == "False\n"
+def test_a_run_does_without_the_compiler(tmp_path: Path):
+    """PyTorch's optimisers, and its way to leave weights as they are, would import it: a second of every start."""
+    arguments = flags("expo", run_dir=tmp_path / "run", checkpoint_every=20, total_steps=60)
+    code = (
+        "import sys\nfrom algos.expo import Args, train\nfrom common.command_line import command_line\n"
+        "command_line(train, Args)\nassert not {'torch._dynamo', 'sympy'} & sys.modules.keys()\n"
+    )
+    assert killed_at("expo", [("online step", 10)], *arguments).returncode == 0
+    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "goes on from step" in found.stderr
 
 
 def test_polyak():
