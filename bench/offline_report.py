@@ -130,14 +130,14 @@ def at(curve: Curve, step: int) -> float:
     return curve[max(evaluated for evaluated in curve if evaluated <= step)]
 
 
-def wsrl_table() -> str:
+def wsrl_table(folder: str = "wsrl") -> str:
     """What WSRL and the paper's comparisons score at the switch, at worst behind it, on the way, and at the end."""
 
     def columns(runs: list[Curve], last: int) -> list[list[float]]:
         online = [[score for step, score in c.items() if 0 < step <= last] for c in runs]
         return [[c[0] for c in runs], [*map(min, online)], [*map(statistics.mean, online)], [at(c, last) for c in runs]]
 
-    return comparison_table("wsrl", VARIANTS, "at the switch | lowest | mean of all evaluations | at the end", columns)
+    return comparison_table(folder, VARIANTS, "at the switch | lowest | mean of all evaluations | at the end", columns)
 
 
 def expo_table() -> str:

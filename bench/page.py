@@ -41,7 +41,7 @@ from bench.offline_report import (
 )
 from bench.online_report import learning_table
 
-FOLDERS = ("", "offline", "online", "wsrl", "expo", "ablations")
+FOLDERS = ("", "offline", "online", "wsrl", "wsrl-longer", "expo", "ablations")
 
 
 def whole_page() -> str:
@@ -82,6 +82,7 @@ def whole_page() -> str:
         "wsrl": html_table(
             wsrl_table(), "WSRL beside the paper's comparisons: scores, or per cent of the episodes solved."
         ),
+        "wsrl_longer": html_table(wsrl_table("wsrl-longer"), "The same, with more steps."),
         "expo": html_table(expo_table(), "EXPO beside its ablations and RLPD: scores, per cent of the steps solved."),
         "missing": missing_list(),
         "machines": html_table(machines_table([run for _, run in kept]), "Machines and versions."),
@@ -149,15 +150,15 @@ def offline_aggregates() -> Iterator[tuple[Figure, str]]:
 
 
 def switch_curves() -> Iterator[tuple[Figure, str]]:
-    """Scores before and behind the switch, of all runs of results/online, results/wsrl and results/expo."""
-    for folder, names in (("online", SWITCHES), ("wsrl", VARIANTS), ("expo", EXPO)):
+    """Scores before and behind the switch, of all runs that went on online."""
+    for folder, names in (("online", SWITCHES), ("wsrl", VARIANTS), ("wsrl-longer", VARIANTS), ("expo", EXPO)):
         found = scores(folder)
         for dataset in sorted({dataset for _, dataset in found}):
             own = {names.get(algo, algo): seeds for (algo, of), seeds in found.items() if of == dataset}
             styles = [(colour, style) for style in ("-", "--", ":") for colour in OTHERS]
             lines = {Line(name, *style): seeds for (name, seeds), style in zip(own.items(), styles, strict=False)}
             text = "; ".join(f"{name} ends at {ends(seeds, 1)}" for name, seeds in own.items())
-            title = dataset + ("" if folder == "online" else f", {folder.upper()}'s comparison")
+            title = dataset + ("" if folder == "online" else f", {folder.partition('-')[0].upper()}'s comparison")
             figure = scores_figure(title, "steps from the switch", lines, None)
             yield figure, f"Score on {dataset} before and behind the switch: {text}"
 

@@ -108,7 +108,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
-    "docs/wsrl.md": {"wsrl": wsrl_table},
+    "docs/wsrl.md": {"wsrl": wsrl_table, "wsrl longer": partial(wsrl_table, "wsrl-longer")},
     "docs/expo.md": {"expo": expo_table},
 }
 
