@@ -69,12 +69,15 @@ def scores(folder: str) -> Curves:
     return found
 
 
-def minutes(folder: str) -> dict[tuple[str, str], list[float]]:
-    """Of results/<folder>: wall-clock minutes of the runs of each (algorithm, dataset), evaluations included."""
+def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
+    """Of results/<folder>: wall-clock minutes of the runs of each (algorithm, dataset), evaluations included, divided
+    by their steps.
+    """
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in kept_runs(RESULTS / folder):
+        steps = [int(row["step"]) for row in run.rows]
         if time := run.config.get("time"):
-            found[run.algo, run.task].append(time["seconds"] / 60)
+            found[run.algo, run.task].append(time["seconds"] / 60 / (max(steps) - min(steps)))
     return found
 
 

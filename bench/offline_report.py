@@ -6,7 +6,7 @@ Scores are those of `offline.scores`, of the deterministic policy over each eval
 import statistics
 from collections.abc import Callable
 
-from bench.curves import Curve, behaviour, by_updates, minutes, scores
+from bench.curves import Curve, behaviour, by_updates, minutes_per_step, scores
 from bench.intervals import estimate, interquartile_mean
 
 ALGORITHMS = {
@@ -108,14 +108,15 @@ def comparison_table(
     them the variants with most runs, on every dataset: each column's interquartile mean over all of them.
     """
     lines = [f"| | | {header} | minutes |", "|---" * (header.count("|") + 4) + "|"]
-    compared, took = comparison(folder, variants), minutes(folder)
+    compared, took = comparison(folder, variants), minutes_per_step(folder)
     whole: dict[str, list[list[list[float]]]] = {name: [] for name in variants.values()}
     for dataset, found in compared.items():
         last = min(max(curve) for seeds in found.values() for curve in seeds.values())
         for variant, name in variants.items():
             if name in found:
                 whole[name].append(columns(list(found[name].values()), last))
-                cells = " | ".join([*map(spread, whole[name][-1]), median(took[variant, dataset])])
+                minutes = median([last * each for each in took[variant, dataset]])
+                cells = " | ".join([*map(spread, whole[name][-1]), minutes])
                 lines.append(f"| {dataset}, {last:,} steps | {name} | {cells} |")
     runs = {name: sum(len(found[name]) for found in compared.values() if name in found) for name in whole}
     for name, datasets in whole.items():
