@@ -1,4 +1,4 @@
-"""The device; and on CUDA what makes runs repeatable, keeps them to their memory, and launches an update as one graph.
+"""The device, torch.compile, and on CUDA what makes runs repeatable, bounds their memory, makes an update one graph.
 
 These networks are so small that launching an update's kernels one by one, a hundred and more, takes several times as
 long as the kernels themselves. A CUDA graph launches all of them at once.
@@ -8,16 +8,28 @@ import gc
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
+from common.networks import Adam
 
 SHARE = "ONRAMP_GPU_SHARE"  # environment variable: a number in (0, 1], that share of the card's memory and no more
+P = ParamSpec("P")
 R = TypeVar("R")
 WARM_UP = 3  # calls that run as ever before one is recorded: libraries choose their kernels, the compiler compiles
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compile` of a function, without `Adam.descend`, whose call of the fused kernel it cannot trace.
+
+    A decorator there would do, but importing the compiler takes every program a second longer to start.
+    """
+    if not hasattr(Adam.descend, "_torchdynamo_disable"):
+        Adam.descend = torch.compiler.disable(Adam.descend)  # type: ignore[method-assign]
+    return torch.compile(function)
 
 
 def device(name: str) -> torch.device:

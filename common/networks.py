@@ -1,10 +1,11 @@
 """Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, Adam, Polyak."""
 
 import contextlib
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,12 @@ from common.onednn import EPSILON, IN_PLACE, WORTHWHILE, Activation, Layers, net
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 M = TypeVar("M", bound=nn.Module)
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Linear(nn.Linear):
     """`torch.nn.Linear` whose weights hold nothing yet, so that no global generator is touched."""
 
-    def reset_parameters(self) -> None:
-        pass
+    def reset_parameters(self) -> None: ...
 
 
 class EnsembleLinear(nn.Module):
@@ -202,9 +200,8 @@ class TanhGaussian:
 
 for _name in ("add_param_group", "state_dict", "load_state_dict"):
     # At their first call these import the compiler, so that it leaves them out: a second of every program's start.
-    _method = vars(torch.optim.Optimizer)[_name]
-    if (_plain := getattr(_method, "__wrapped__", None)) is not None:
-        _plain.__dynamo_disable = _plain
+    _method = inspect.unwrap(vars(torch.optim.Optimizer)[_name])
+    _method.__dynamo_disable = _method
 
 
 class Adam(torch.optim.Adam):
@@ -272,16 +269,6 @@ class Adam(torch.optim.Adam):
                 lr=self._lr, beta1=beta1, beta2=beta2, eps=group["eps"],
                 weight_decay=group["weight_decay"], amsgrad=False, maximize=False, grad_scale=scale,
             )  # fmt: skip
-
-
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compile` of a function, without `Adam.descend`, whose call of the fused kernel it cannot trace.
-
-    A decorator there would do, but importing the compiler takes every program a second longer to start.
-    """
-    if not hasattr(Adam.descend, "_torchdynamo_disable"):
-        Adam.descend = torch.compiler.disable(Adam.descend)  # type: ignore[method-assign]
-    return torch.compile(function)
 
 
 class Polyak:

@@ -17,11 +17,10 @@ import torch
 
 from common import checkpoint
 from common.acting import Agent
-from common.cuda import Captured, device
+from common.cuda import Captured, compiled, device
 from common.errors import InputError, RunError
 from common.evaluate import Act
 from common.logger import Logger, start_wandb
-from common.networks import compiled
 from common.onednn import keep_freed_memory
 from common.provenance import commit, hardware, versions
 from common.replay_buffer import ReplayBuffer

@@ -13,9 +13,8 @@ from formulas import make_batch, parameters
 from torch import Tensor
 
 from common import networks
-from common.cuda import SHARE, WARM_UP, Captured, share_of_memory
+from common.cuda import SHARE, WARM_UP, Captured, compiled, share_of_memory
 from common.errors import InputError
-from common.networks import compiled
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
 from offline.switch import with_presets

@@ -10,7 +10,8 @@ from conftest import SMALL, module
 from formulas import make_batch, parameters
 
 from common.acting import uniform_actions
-from common.networks import Adam, compiled
+from common.cuda import compiled
+from common.networks import Adam
 from common.replay_buffer import ReplayBuffer
 
 off_policy = pytest.mark.parametrize("algo", ["sac", "td3"])
