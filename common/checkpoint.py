@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.errors import InputError
+from common.errors import InputError, RunError
 
 _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype, tuple)
 
@@ -83,6 +83,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     folder = os.open(path.parent, os.O_RDONLY)  # the rename itself survives a power cut only when its folder is synced
     os.fsync(folder)
     os.close(folder)
+
+
+def refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
+    """Raises RunError where a number of the state at `step` of the run in `folder` is not finite."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            refuse_non_finite(value, folder, step)
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
+            raise RunError(
+                f"{name} is not finite at step {step:,}: try a smaller learning rate or reward scale; "
+                f"the last checkpoint before it, if there was one, is in {folder}"
+            )
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

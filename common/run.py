@@ -18,7 +18,7 @@ import torch
 from common import checkpoint
 from common.acting import Agent
 from common.cuda import Captured, compiled, device
-from common.errors import InputError, RunError
+from common.errors import InputError
 from common.evaluate import Act
 from common.logger import Logger, start_wandb
 from common.onednn import keep_freed_memory
@@ -35,6 +35,9 @@ class RunArgs:
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("seed",)
     any_sign: ClassVar[tuple[str, ...]] = ()
+    may_grow: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what a run can be given more of, for nothing before the end depends on it
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
@@ -93,6 +96,8 @@ class RunArgs:
 class OffPolicyArgs(RunArgs):
     """What every algorithm takes that learns while it acts."""
 
+    may_grow: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
+
     overlap: bool | None = None
     """Act before the last step's updates instead of behind them, so that the device learns while the environment
     steps: on CUDA unless given."""
@@ -133,6 +138,7 @@ class Run:
         self.name, self.folder = name_and_folder(algo, args)
         self.device = device(args.device)
         self._signal = 0
+        self._grown: dict[str, Any] | None = None  # the config of a run that is to be longer than it was
         arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
         self.config = {"algo": algo, "arguments": json.loads(json.dumps(arguments)), "versions": versions()}
         self._check_folder()
@@ -145,8 +151,9 @@ class Run:
         except OSError as error:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         config = self.folder / "config.json"
-        if not config.exists():
-            facts = self.config | {"commit": commit(), "hardware": hardware(self.device)}
+        if self._grown or not config.exists():
+            (self.folder / "DONE").unlink(missing_ok=True)
+            facts = self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)}
             with checkpoint.replacing(config) as file:
                 file.write(json.dumps(facts, indent=2).encode())
         path = self.folder / "checkpoint" / "state.pt"
@@ -227,7 +234,7 @@ class Run:
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
         state = snapshot() | {"logger": self.logger.state()}
-        _refuse_non_finite(state, self.folder, self.step)
+        checkpoint.refuse_non_finite(state, self.folder, self.step)
         if buffer is not None:
             state["buffer"] = buffer.save(folder / "replay")
         checkpoint.save(folder / "state.pt", state)
@@ -262,14 +269,18 @@ class Run:
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{config} is damaged: delete {self.folder} to start afresh") from None
         now = self.config["arguments"] | {"algorithm": self.config["algo"]}
-        differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in MAY_DIFFER]
+        grown = {k: now[k] for k in self.args.may_grow if 0 < before.get(k, 0) < now.get(k, 0)}
+        may_differ = (*MAY_DIFFER, *grown)
+        differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
         if differ:
             listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
             raise InputError(
                 f"{self.folder} was made by other arguments: {listed}\n"
                 f"give another --run-dir, or delete {self.folder} to start afresh"
             )
-        if (self.folder / "DONE").exists():
+        if grown:
+            self._grown = made_by | {"arguments": made_by["arguments"] | grown}
+        elif (self.folder / "DONE").exists():
             sys.stderr.write(f"{self.folder} is finished ({self.last_step - self.first_step:,} steps): nothing to do\n")
             raise SystemExit(0)
 
@@ -285,14 +296,3 @@ class Run:
             raise SystemExit(128 + number)
         self._signal = number
         self.logger.say("stopping after this step and a checkpoint (again: at once)")
-
-
-def _refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
-    for name, value in state.items():
-        if isinstance(value, dict):
-            _refuse_non_finite(value, folder, step)
-        elif isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
-            raise RunError(
-                f"{name} is not finite at step {step:,}: try a smaller learning rate or reward scale; "
-                f"the last checkpoint before it, if there was one, is in {folder}"
-            )

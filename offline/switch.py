@@ -166,7 +166,8 @@ class Switch:
         self.env = args.env or str(self.dataset.env)
         self.env_kwargs = {} if args.env else self.dataset.env_kwargs
         data = self.dataset.buffer
-        capacity = max(1, min(args.buffer_size, args.online_steps))
+        # Nothing is overwritten when the last turn of all environments goes beyond the end: a run can be given more.
+        capacity = min(args.buffer_size, args.online_steps + args.num_envs)
         self.online_returns = online_returns and discount is not None
         self.online = ReplayBuffer(
             capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns

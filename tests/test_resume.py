@@ -5,10 +5,23 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import OFFLINE, ROOT, command, every_algorithm, final_state, flags, killed_at, module, replay_bytes, same
+from conftest import (
+    OFFLINE,
+    ROOT,
+    arguments_of,
+    command,
+    every_algorithm,
+    final_state,
+    flags,
+    killed_at,
+    module,
+    replay_bytes,
+    same,
+)
 
 from common.errors import InputError
 
@@ -141,6 +154,36 @@ def test_a_finished_run_says_so_and_ends_with_0(algo: str, small, capsys: pytest
     assert stop.value.code == 0
     assert "finished (400 steps)" in capsys.readouterr().err
     assert (small(algo).run_dir / "evaluations.csv").read_bytes() == before
+
+
+@every_algorithm
+def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
+    """As if it had been given all of them at once; three environments end behind the last of their first steps."""
+    name = "online_steps" if algo in OFFLINE else "total_steps"
+    arguments = {"num_envs": 3, "eval_every": 100, "checkpoint_every": 100, "buffer_size": 150}
+    if algo in OFFLINE:
+        arguments |= {"offline_steps": 100, "retain": "append", "warmup_steps": 70, "buffer_size": 10_000}  # it grows
+    if algo == "ppo":
+        arguments = {"num_envs": 1}
+    first, whole = (
+        module(algo).Args(**arguments_of(algo, arguments | {name: steps, "run_dir": tmp_path / folder}))
+        for steps, folder in ((200, "run"), (400, "whole"))
+    )
+    more = replace(first, **{name: 400})
+    module(algo).train(first)
+    commit = json.loads((first.run_dir / "config.json").read_text())["commit"]
+    if algo == "ppo":  # its learning rate has fallen to 0
+        with pytest.raises(InputError, match="total_steps \\(200 there, 400 here\\)"):
+            module(algo).train(more)
+        return
+    module(algo).train(more)
+    module(algo).train(whole)
+    assert_same_run(first.run_dir, whole.run_dir)
+    config = json.loads((first.run_dir / "config.json").read_text())
+    assert (config["arguments"][name], config["commit"]) == (400, commit)
+    assert json.loads((first.run_dir / "DONE").read_text()) == {"step": 402}
+    with pytest.raises(InputError, match=f"{name} \\(400 there, 200 here\\)"):
+        module(algo).train(first)
 
 
 def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small, capsys: pytest.CaptureFixture[str]):
