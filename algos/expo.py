@@ -6,13 +6,7 @@ base policy is a DDPM (Ho et al. 2020, arXiv 2006.11239) as in IDQL (Hansen-Estr
 critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv 2302.02948).
 
     python algos/expo.py --dataset antmaze-large-diverse-v2 --offline-steps 500000 --online-steps 200000  # fine-tuning
-    python algos/expo.py --dataset data/pen-binary-time.hdf5 --offline-steps 0 --online-steps 200000  # with data
-    python algos/expo.py --dataset data/pen-binary-time.hdf5 --offline-steps 0 --online-steps 20000 --size small
-
-Ablations are flags:
-- no edits, IDQL-like: --edits 0                      - edited samples alone: --no-base-candidates
-- the best when acting alone: --no-best-backup        - drawn by their values: --soft-selection 1
-- flow matching for diffusion: --policy flow
+    python algos/expo.py --dataset data/pen-binary-time.hdf5 --online-steps 20000 --size small  # online, with data
 
 Here log α is held below 20: with most tasks' small edits the target entropy is out of reach, and α grows for ever.
 """
@@ -48,6 +42,8 @@ class Args(OfflineArgs):
     any_sign = ("reward_shift",)
 
     # From data to online
+    offline_steps: int | None = None  # type: ignore[assignment]
+    """Updates of the base policy alone, on the dataset; by the dataset's domain, and 0 with --init-from."""
     retain: Literal["none", "append", "mix"] = "mix"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
     random_steps: int | None = None
@@ -74,8 +70,8 @@ class Args(OfflineArgs):
     """Dropout in the edit policy's hidden layers; by the dataset's domain."""
 
     # Acting
-    denoising_steps: int | None = None
-    """Steps T of the base policy from noise to an action; by --size."""
+    denoising_steps: int = 10
+    """Steps T of the base policy from noise to an action."""
     base_samples: int | None = None
     """Base samples N in each choice; by --size."""
     edits: int | None = None
@@ -115,17 +111,20 @@ class Args(OfflineArgs):
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "paper": {"utd": 20, "hidden": (256, 256, 256), "width": 256, "blocks": 3, "denoising_steps": 10,
-              "base_samples": 8, "edits": 8},
-    "small": {"utd": 4, "hidden": (128, 128), "width": 64, "blocks": 2, "denoising_steps": 10,
-              "base_samples": 4, "edits": 4},
+    "paper": {"utd": 20, "hidden": (256, 256, 256), "width": 256, "blocks": 3, "base_samples": 8, "edits": 8},
+    "small": {"utd": 4, "hidden": (128, 128), "width": 64, "blocks": 2, "base_samples": 4, "edits": 4},
+}
+LOCOMOTION = {
+    "offline_steps": 0, "random_steps": 5_000, "target_critics": 2, "dropout": 0.0, "edit_scale": 0.05,
+    "reward_shift": 0.0,
 }  # fmt: skip
-LOCOMOTION = {"target_critics": 2, "dropout": 0.0, "edit_scale": 0.05, "random_steps": 5_000, "reward_shift": 0.0}
-PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have none for locomotion and maze2d
+ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
+PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; locomotion, maze2d and dense adroit have none
     "locomotion": LOCOMOTION,
-    "antmaze": LOCOMOTION | {"target_critics": 1, "reward_shift": -1.0},
+    "antmaze": LOCOMOTION | {"offline_steps": 500_000, "target_critics": 1, "reward_shift": -1.0},
     "maze2d": LOCOMOTION | {"target_critics": 1, "edit_scale": 0.2, "reward_shift": -1.0},
-    "adroit": LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0},
+    "adroit": ADROIT,
+    "adroit-binary": ADROIT,
 }
 
 
@@ -181,7 +180,7 @@ class EXPO:
         self.args, self.device, self.action_dim = args, device, action_dim
 
         self.base_samples, self.edits, self.edit_scale = given.base_samples, given.edits, given.edit_scale
-        self.target_critics, self.dropout, self.T = given.target_critics, given.dropout, given.denoising_steps
+        self.target_critics, self.dropout, self.T = given.target_critics, given.dropout, args.denoising_steps
         self.log_scale = action_dim * math.log(given.edit_scale)  # log π of β ê is lower than that of ê by this
         self.target_entropy = -0.5 * action_dim + (self.log_scale if args.adjust_target_entropy else 0.0)
         self.betas, self.alpha_bars = (part.to(device) for part in variance_preserving(self.T))
@@ -200,7 +199,7 @@ class EXPO:
         return actions.clamp(-1.0, 1.0) if deterministic else actions
 
     def for_evaluation(self) -> Act:
-        """The policy as it is, drawn, with noise that is the same in every evaluation and of no use elsewhere."""
+        """The policy as it is, drawn, with noise of its own that is the same in every evaluation."""
         generator = torch.Generator(self.device).manual_seed(self.args.seed)
         return partial(self.act, deterministic=True, generator=generator)
 
@@ -319,7 +318,7 @@ class EXPO:
 
     def decay(self, step: int) -> None:
         """The learning rates of base and edit policy for the update that ends at `step`."""
-        done = {self.base_optimizer: self.args.offline_steps + step, self.edit_optimizer: max(step, 0)}
+        done = {self.base_optimizer: step - self.args.span[0], self.edit_optimizer: max(step, 0)}
         for optimizer, updates in done.items():
             passed = min(1.0, updates / self.args.decay_updates)
             optimizer.lr = 0.5 * self.args.actor_lr * (1.0 + math.cos(math.pi * passed))
@@ -327,9 +326,10 @@ class EXPO:
 
 def train(args: Args) -> None:
     args = with_presets(args, {domain: preset | SIZES[args.size] for domain, preset in PRESETS.items()})
-    edits, most = args.edits or 0, args.base_samples or 1
-    if not (edits <= most and (edits or args.base_candidates)):
+    if (edits := args.edits or 0) > (most := args.base_samples or 1) or not (edits or args.base_candidates):
         raise InputError(f"--edits is {edits}: give at most --base-samples, {most}, and some without base candidates")
+    if (args.target_critics or 0) > args.critics:
+        raise InputError(f"--target-critics is {args.target_critics}: give at most --critics, {args.critics}")
     run = Run("expo", args)
     switch = Switch(args, run, reward_shift=args.reward_shift or 0.0)
     envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
@@ -344,7 +344,7 @@ def train(args: Args) -> None:
     act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 
     base = ("base", "base_average", "base_optimizer")
-    switch.begin(agent, obs_dim, action_dim, parts=base, alike=("policy", "denoising_steps"))
+    switch.begin(agent, obs_dim, action_dim, parts=base, alike=("policy", "denoising_steps", "width", "blocks"))
     saved = switch.open(run)
     if saved:
         restore(agent, saved["agent"])

@@ -321,7 +321,7 @@ def with_networks(args: Args) -> Args:
     was = {"critic_hidden": was["hidden"], "layer_norm": False, "std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "std")}
     sys.stderr.write(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}\n")
-    return dataclasses.replace(args, **shapes, offline_steps=args.offline_steps or 0)
+    return dataclasses.replace(args, **shapes)
 
 
 def train(args: Args) -> None:

@@ -105,8 +105,10 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
     if args.online_steps and of == "adroit-binary" != domain(env, ""):
         sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
+    if args.init_from and args.offline_steps is None:
+        chosen["offline_steps"] = 0
     found = presets[nearest] if nearest else {}
-    preset = {k: v for k, v in found.items() if getattr(args, k) is None and v is not None}
+    preset = {k: v for k, v in found.items() if getattr(args, k) is None and k not in chosen and v is not None}
     if preset:
         none = "" if nearest == of else f", there is none for {of}"
         sys.stderr.write(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")

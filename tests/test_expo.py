@@ -32,7 +32,7 @@ from common.replay_buffer import Batch, ReplayBuffer
 E, S = 5, 2  # critics, and how many are drawn
 SMALL = PRESETS["locomotion"] | SIZES["small"] | {
     "hidden": (16, 8), "width": 16, "critics": E, "batch_size": 64, "edit_scale": 0.4, "base_samples": 3, "edits": 2,
-    "dataset": "none.hdf5",
+    "dataset": "none.hdf5", "online_steps": 1,
 }  # fmt: skip
 MEAN, DEVIATION = 0.25, 0.1  # of Gaussian data, for which the best network is known
 
@@ -180,6 +180,15 @@ class TestBasePolicy:
         np.testing.assert_allclose(got, (scale * noise + shift).clip(-1, 1), atol=1e-5)
 
     @pytest.mark.parametrize("policy", ["diffusion", "flow"])
+    def test_samples_stay_in_bounds(self, policy: str) -> None:
+        """Whatever the network makes of them."""
+        agent = float32_agent(policy=policy)
+        got = agent.sample(
+            lambda obs, noisy, time: 9.0 * torch.ones_like(noisy), torch.zeros(50, 3), 4, agent.generator
+        )
+        assert got.abs().max() == 1
+
+    @pytest.mark.parametrize("policy", ["diffusion", "flow"])
     def test_learns_two_modes_that_depend_on_the_state(self, policy: str) -> None:
         """Actions are (±0.7, ±0.7 s): a Gaussian could only learn their middle. Nearly as many samples come near as
         the best network's do.
@@ -322,6 +331,12 @@ class TestSelection:
         assert np.abs(first).max() <= 1
         assert np.abs(agent.act(obs)).max() > 1
 
+    def test_soft_selection_too_draws_on_evaluations_noise_alone(self) -> None:
+        agent, obs = float32_agent(soft_selection=1.0), float32_batch(50).obs.numpy()
+        before = agent.generator.get_state()
+        assert np.array_equal(agent.for_evaluation()(obs), agent.for_evaluation()(obs))
+        assert torch.equal(agent.generator.get_state(), before)
+
     def test_the_average_of_the_base_policy_acts_and_the_one_that_learns_is_backed_up(self) -> None:
         agent, batch = float32_agent(), float32_batch(64)
         asked: list[Any] = []
@@ -371,6 +386,14 @@ class TestLosses:
         target_entropy = -1.0 + (2 * math.log(0.4) if adjusted else 0.0)
         expected = math.exp(-0.7) * (-scaled.mean() - target_entropy)
         assert agent.alpha_loss(returned)[0].item() == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize(("bias", "bound"), [(-30.0, -20.0), (-12.0, None), (5.0, 2.0)])
+    def test_deviation_of_edits_is_held_in_wide_bounds(self, bias: float, bound: float | None) -> None:
+        agent = float32_agent()
+        with torch.no_grad():
+            agent.edit.net[-1].bias[2:] = bias
+        found = agent.edit(torch.zeros(1, 3), torch.zeros(1, 2), agent.generator).log_std
+        torch.testing.assert_close(found, torch.full((1, 2), bias if bound is None else bound))
 
     def test_dropout_leaves_out_that_share_of_units_in_learning_alone(self) -> None:
         agent = float32_agent(dropout=0.5, hidden=(400,))
@@ -496,9 +519,15 @@ class TestUpdate:
         agent, batch = float32_agent(edit_scale=0.05, alpha_lr=1.0), float32_batch(64)
         for _ in range(60):
             metrics = agent.update(batch)
-        assert agent.log_alpha.item() == 20.0
+        assert agent.log_alpha.item() == metrics["charts/log_alpha"].item() == 20.0
         assert all(torch.isfinite(value).all() for value in metrics.values())
         assert metrics["losses/entropy"].mean() < 2 * math.log(2 * 0.05) + 0.1 < 2 * -0.5
+
+    def test_alpha_falls_as_far_as_it_takes(self) -> None:
+        agent = float32_agent(edit_scale=0.7)
+        agent.log_alpha.data.fill_(-30.0)
+        agent.update(float32_batch(64))
+        assert agent.log_alpha < -29
 
     def test_learning_rates_fall_as_cosines_of_their_own_updates(self) -> None:
         agent = float32_agent(offline_steps=100, decay_updates=1_000, actor_lr=1e-3)
@@ -549,19 +578,25 @@ def test_presets_fill_what_is_left_open(domain: str, size: str) -> None:
     """Nothing stays at None but what may: the environment's, the device's, and where to begin."""
     assert PRESETS[domain].keys() == PRESETS["locomotion"].keys()
     assert SIZES[size].keys() == SIZES["paper"].keys()
-    args = Args(dataset="none.hdf5", **PRESETS[domain], **SIZES[size])
+    args = Args(dataset="none.hdf5", online_steps=1, **PRESETS[domain], **SIZES[size])
     left = {name for name, value in vars(args).items() if value is None}
     assert left == {"run_dir", "init_from", "horizon", "overlap"}
 
 
 @pytest.mark.parametrize(
     ("domain", "expected"),
-    [("antmaze", (0.05, 1, 0, 5000, -1)), ("adroit", (0.7, 2, 0.1, 0, 0))],  # maze2d and locomotion are not theirs
+    [
+        ("antmaze", (500_000, 0.05, 1, 0, 5000, -1)),
+        ("adroit-binary", (0, 0.7, 2, 0.1, 0, 0)),
+        ("adroit", (0, 0.7, 2, 0.1, 0, 0)),  # from here on ours
+        ("maze2d", (0, 0.2, 1, 0, 5000, -1)),
+        ("locomotion", (0, 0.05, 2, 0, 5000, 0)),
+    ],
 )
 def test_presets_are_the_authors(domain: str, expected: tuple[float, ...]) -> None:
-    args = Args(dataset="none.hdf5", **PRESETS[domain])
-    found = args.edit_scale, args.target_critics, args.dropout, args.random_steps, args.reward_shift
-    assert found == expected
+    found = PRESETS[domain]
+    names = ("offline_steps", "edit_scale", "target_critics", "dropout", "random_steps", "reward_shift")
+    assert tuple(found[name] for name in names) == expected
 
 
 def test_defaults_and_size_are_the_papers() -> None:
@@ -575,6 +610,13 @@ def test_defaults_and_size_are_the_papers() -> None:
     assert (args.retain, args.offline_ratio, args.adjust_target_entropy) == ("mix", 0.5, False)
     assert (args.base_candidates, args.best_backup, args.soft_selection) == (True, True, 0)
     assert float32_agent().target_entropy == -1  # of two actions
+    base = float32_agent(**SIZES["paper"]).base
+    assert [tuple(layer.weight.shape) for layer in base.of_time if isinstance(layer, torch.nn.Linear)] == [
+        (256, 128),
+        (256, 256),
+    ]
+    assert [tuple(block.up.weight.shape) for block in base.blocks] == 3 * [(1024, 256)]
+    assert base.frequencies.std().item() == pytest.approx(0.2, rel=0.5)  # of 64
 
 
 class TestRuns:
@@ -641,11 +683,32 @@ class TestRuns:
         module("expo").train(args)
         assert int(final_state(args.run_dir)["agent"]["critic_optimizer"]["state"][0]["step"]) == args.utd
 
+    def test_updates_follow_each_step_of_each_environment(self, small: Any) -> None:
+        args = small("expo", offline_steps=20, online_steps=10, num_envs=2, utd=3)
+        module("expo").train(args)
+        agent = final_state(args.run_dir)["agent"]
+        steps = [int(agent[f"{name}_optimizer"]["state"][0]["step"]) for name in ("critic", "base", "edit", "alpha")]
+        assert steps == [30, 30, 10, 10]
+
+    def test_each_evaluation_has_a_policy_of_its_own(self, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whose noise begins anew, and goes on from step to step."""
+        made: list[Any] = []
+        for_evaluation = EXPO.for_evaluation
+        monkeypatch.setattr(EXPO, "for_evaluation", lambda agent: made.append(for_evaluation(agent)) or made[-1])
+        evaluated: list[Any] = []
+        evaluate = module("expo").evaluate
+        monkeypatch.setattr(
+            module("expo"), "evaluate", lambda act, *rest: evaluated.append(act) or evaluate(act, *rest)
+        )
+        module("expo").train(small("expo", offline_steps=20, online_steps=20, eval_every=20))
+        assert len(made) >= 3
+        assert all(a is b for a, b in zip(made, evaluated, strict=True))
+
     def test_one_pre_training_serves_many_runs(self, small: Any, tmp_path: Any) -> None:
         """--init-from gives its base policy; critics and edits begin anew, as they do behind a pre-training."""
         before = small("expo", offline_steps=30, online_steps=0, run_dir=tmp_path / "before")
         module("expo").train(before)
-        taken = small("expo", offline_steps=0, online_steps=1, utd=1, seed=2, random_steps=40,
+        taken = small("expo", offline_steps=None, online_steps=1, utd=1, seed=2, random_steps=40,
                       init_from=before.run_dir, actor_lr=1e-12, base_tau=1e-9, run_dir=tmp_path / "after")  # fmt: skip
         module("expo").train(taken)
         first, second = (final_state(args.run_dir)["agent"] for args in (before, taken))
@@ -653,15 +716,21 @@ class TestRuns:
             assert all(torch.allclose(first[base][name], second[base][name]) for name in first[base])
         weights = [name for name, value in first["critic"].items() if value.dim() > 2]
         assert weights
+        assert int(second["base_optimizer"]["state"][0]["step"]) == 31
+        assert int(second["critic_optimizer"]["state"][0]["step"]) == 1  # --random-steps are for a start from nothing
         assert not any(torch.allclose(first["critic"][name], second["critic"][name], atol=1e-2) for name in weights)
 
-    @pytest.mark.parametrize("changed", [{"policy": "flow"}, {"denoising_steps": 4}], ids=str)
+    @pytest.mark.parametrize(
+        "changed", [{"policy": "flow"}, {"denoising_steps": 4}, {"width": 8}, {"blocks": 2}], ids=str
+    )
     def test_a_base_policy_of_another_kind_is_refused(self, small: Any, tmp_path: Any, changed: dict[str, Any]) -> None:
         """Its networks would fit, and what they give be taken for something else. Rewards do not matter."""
         before = small("expo", offline_steps=5, online_steps=0, reward_shift=-1.0, run_dir=tmp_path / "before")
         module("expo").train(before)
         begun = {"offline_steps": 5, "online_steps": 0, "init_from": before.run_dir}
-        with pytest.raises(InputError, match=r"was trained with --(policy diffusion|denoising-steps 3): give the same"):
+        with pytest.raises(
+            InputError, match=r"was trained with --(policy diffusion|denoising-steps 3|width 16|blocks 1): give"
+        ):
             module("expo").train(small("expo", **begun, **changed))
         assert not (tmp_path / "run").exists()
         module("expo").train(small("expo", **begun))
@@ -671,6 +740,7 @@ class TestRuns:
         [
             ({"edits": 9, "base_samples": 4}, "at most --base-samples, 4"),
             ({"edits": 0, "base_candidates": False}, "some"),
+            ({"critics": 3, "target_critics": 4}, "at most --critics, 3"),
         ],
     )
     def test_impossible_candidates_are_refused(self, small: Any, changed: dict[str, Any], said: str) -> None:
