@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 
 from bench.curves import Curve, behaviour, by_updates, minutes_per_step, scores
-from bench.intervals import estimate, interquartile_mean
+from bench.intervals import estimate, interquartile_mean, mean_difference
 
 ALGORITHMS = {
     "bc": "BC", "td3_bc": "TD3+BC", "iql": "IQL", "d3rlpy-iql": "d3rlpy's IQL",
@@ -131,6 +131,11 @@ def at(curve: Curve, step: int) -> float:
     return curve[max(evaluated for evaluated in curve if evaluated <= step)]
 
 
+def mean_online(curve: Curve, last: int) -> float:
+    """The mean of the evaluations behind the switch, until `last`."""
+    return statistics.mean(score for step, score in curve.items() if 0 < step <= last)
+
+
 def wsrl_table(folder: str = "wsrl") -> str:
     """What WSRL and the paper's comparisons score at the switch, at worst behind it, on the way, and at the end."""
 
@@ -142,10 +147,30 @@ def wsrl_table(folder: str = "wsrl") -> str:
 
 
 def expo_table() -> str:
-    """What EXPO, its ablations and RLPD score half way and at the end of the shortest run, and on the way."""
+    """What EXPO, its ablations and RLPD score at the switch, half way and at the end of the shortest run, and on the
+    way."""
 
     def columns(runs: list[Curve], last: int) -> list[list[float]]:
-        means = [statistics.mean(score for step, score in c.items() if 0 < step <= last) for c in runs]
-        return [[at(c, last // 2) for c in runs], [at(c, last) for c in runs], means]
+        means = [mean_online(c, last) for c in runs]
+        return [[c[0] for c in runs], [at(c, last // 2) for c in runs], [at(c, last) for c in runs], means]
 
-    return comparison_table("expo", EXPO, "half way | at the end | mean of all evaluations", columns)
+    return comparison_table("expo", EXPO, "at the switch | half way | at the end | mean of all evaluations", columns)
+
+
+def expo_differences() -> str:
+    """By how much EXPO scores above each of the others, seed by seed, at the same number of steps."""
+    lines = ["| | EXPO less | seeds | at the end | mean of all evaluations |", "|---|---|---|---|---|"]
+    for dataset, found in comparison("expo", EXPO).items():
+        ours = found.get(EXPO["expo"], {})
+        for name, theirs in found.items():
+            seeds = sorted(ours.keys() & theirs.keys())
+            if theirs is ours or not seeds:
+                continue
+            last = min(max(runs[seed]) for runs in (ours, theirs) for seed in seeds)
+            both = [[runs[seed] for seed in seeds] for runs in (ours, theirs)]
+            cells = [
+                mean_difference(*([of(curve, last) for curve in runs] for runs in both)).text(1)
+                for of in (at, mean_online)
+            ]
+            lines.append(f"| {dataset}, {last:,} steps | {name} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | |"])

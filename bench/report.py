@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.curves import online, published
 from bench.figures import learning_figure, png
-from bench.offline_report import d3rlpy_table, expo_table, offline_table, online_table, wsrl_table
+from bench.offline_report import d3rlpy_table, expo_differences, expo_table, offline_table, online_table, wsrl_table
 from bench.online_report import learning_table
 from bench.page import whole_page
 from bench.rounds import read_rounds
@@ -109,7 +109,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
     "docs/wsrl.md": {"wsrl": wsrl_table, "wsrl longer": partial(wsrl_table, "wsrl-longer")},
-    "docs/expo.md": {"expo": expo_table},
+    "docs/expo.md": {"expo": expo_table, "expo differences": expo_differences},
 }
 
 

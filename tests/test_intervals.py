@@ -9,7 +9,7 @@ from rliable import metrics
 
 from bench import intervals
 from bench.coverage import SHAPES, coverage
-from bench.intervals import estimate, improvement, interquartile_mean, profile
+from bench.intervals import estimate, improvement, interquartile_mean, mean_difference, profile
 
 
 def trimmed(values: list[float]) -> float:
@@ -54,6 +54,16 @@ def test_no_interval_of_fewer_than_four_seeds_of_any_task():
     assert estimate(interquartile_mean, [[1.0] * 9, [1.0, 2.0, 4.0]]).low is None
     assert estimate(interquartile_mean, [[1.0, 2.0, 4.0]]).text(1) == "2.3"
     assert estimate(interquartile_mean, [[2.0] * 4, [2.0] * 5]).text(1) == "2.0 (2.0 to 2.0)"
+
+
+def test_mean_difference_by_the_tables_of_students_t():
+    found = mean_difference([3.0, 6.0, 9.0], [2.0, 3.0, 4.0])  # 1, 3, 5: a standard error of 2 / √3
+    assert found.value == pytest.approx([3.0])
+    assert (found.low, found.high) == (
+        pytest.approx([3 - 4.302653 * 2 / 3**0.5]),
+        pytest.approx([3 + 4.302653 * 2 / 3**0.5]),
+    )
+    assert mean_difference([3.0], [1.0]).text(1) == "2.0"
 
 
 def test_coverage():

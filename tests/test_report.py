@@ -167,12 +167,26 @@ class TestFromDatasets:
         ]
 
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):
-        """Half way and at the end of the shortest run; of a task that goes on the share of its steps that is solved."""
-        results("expo", "rlpd", "a", 1, s0=0.0, s5=10.0, s10=30.0)
+        """At the switch, half way and at the end of the shortest run; of a task that goes on the share of its steps
+        that is solved; then by seed how far above the others.
+        """
+        assert "not run" in offline_report.expo_table()
+        assert "not run" in offline_report.expo_differences()
+        results("expo", "rlpd", "a", 1, s0=1.0, s5=10.0, s10=30.0)
         results("expo", "expo", "a", 1, s0=0.0, s4=20.0, s6=40.0, s10=60.0, s20=99.0)  # none at 5
         assert offline_report.expo_table().splitlines()[2:] == [
-            "| a, 10 steps | EXPO | 20.0 (1) | 60.0 (1) | 40.0 (1) |  |",
-            "| a, 10 steps | RLPD | 10.0 (1) | 30.0 (1) | 20.0 (1) |  |",
+            "| a, 10 steps | EXPO | 0.0 (1) | 20.0 (1) | 60.0 (1) | 40.0 (1) |  |",
+            "| a, 10 steps | RLPD | 1.0 (1) | 10.0 (1) | 30.0 (1) | 20.0 (1) |  |",
+        ]
+        assert offline_report.expo_differences().splitlines()[2:] == ["| a, 10 steps | RLPD | 1 | 30.0 | 20.0 |"]
+        results("expo", "base", "a", 2, s0=0.0, s10=10.0)  # has no run of EXPO's with its seed
+        assert "base" not in offline_report.expo_differences()
+        results("expo", "expo", "a", 2, s0=0.0, s10=16.0)
+        results("expo", "rlpd", "a", 2, s0=0.0, s10=6.0)
+        results("expo", "rlpd", "a", 3, s0=0.0, s10=6.0)
+        assert offline_report.expo_differences().splitlines()[2:] == [
+            "| a, 10 steps | base policy alone | 1 | 6.0 | 6.0 |",
+            "| a, 10 steps | RLPD | 2 | 20.0 (-107.1 to 147.1) | 15.0 (-48.5 to 78.5) |",  # ± 12.706 · 10, · 5
         ]
 
 
