@@ -78,6 +78,12 @@ class OfflineArgs(OffPolicyArgs):
             raise InputError("--offline-steps and --online-steps are 0: give one of them")
         if not 0 < self.offline_ratio < 1:
             raise InputError(f"--offline-ratio is {self.offline_ratio}: give a number between 0 and 1")
+        batch_size = getattr(self, "batch_size", 256)
+        if self.retain == "mix" and not 0 < round(self.offline_ratio * batch_size) < batch_size:
+            raise InputError(
+                f"--offline-ratio {self.offline_ratio} of {batch_size} transitions leaves none of one kind: "
+                "give a larger --batch-size, or another --retain"
+            )
 
     @property
     def task(self) -> str:

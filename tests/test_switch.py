@@ -335,6 +335,13 @@ class TestRuns:
         with pytest.raises(InputError, match="--offline-steps and --online-steps are 0"):
             small("iql", offline_steps=0, online_steps=0)
 
+    @pytest.mark.parametrize("ratio", [0.99, 0.01])
+    def test_a_share_that_rounds_to_nothing_is_refused(self, small: Any, ratio: float) -> None:
+        with pytest.raises(InputError, match="of 16 transitions leaves none of one kind"):
+            small("iql", retain="mix", offline_ratio=ratio)
+        assert small("iql", retain="append", offline_ratio=ratio)
+        assert small("iql", retain="mix", offline_ratio=ratio, batch_size=256)
+
     @pytest.mark.parametrize("algo", sorted({*OFFLINE} - {"expo"}))
     def test_no_losses_are_logged_where_nothing_is_learned(
         self, small: Any, capsys: pytest.CaptureFixture[str], algo: str
