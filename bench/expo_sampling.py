@@ -27,7 +27,10 @@ EXPO_FILE = Path(__file__).resolve().parents[1] / "algos" / "expo.py"
 def make_agent(obs_dim: int, action_dim: int) -> Any:
     """Of algos/expo.py, with the locomotion preset at --size small."""
     algorithm = runpy.run_path(str(EXPO_FILE), run_name="expo")
-    args = algorithm["Args"](dataset="none.hdf5", **algorithm["PRESETS"]["locomotion"], **algorithm["SIZES"]["small"])
+    given = (
+        {"dataset": "none.hdf5", "online_steps": 1} | algorithm["PRESETS"]["locomotion"] | algorithm["SIZES"]["small"]
+    )
+    args = algorithm["Args"](**given)
     return algorithm["EXPO"](args, obs_dim, action_dim, torch.device("cpu"))
 
 

@@ -98,7 +98,7 @@ def test_bad_flags(
     monkeypatch.chdir(tmp_path)
     if algo == "bc" and "--gamma" in arguments:
         pytest.skip("imitation discounts nothing")
-    data = ["--dataset", str(PENDULUM)] if algo in OFFLINE else []
+    data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
     assert_refused(run(*data, *arguments, algo=algo), 2, *named)
     assert list(tmp_path.iterdir()) == []
 
@@ -163,7 +163,7 @@ def test_a_folder_of_other_arguments(run, small, algo: str):
     folder = args.run_dir
     module(algo).train(args)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    data = ["--dataset", str(PENDULUM)] if algo in OFFLINE else []
+    data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
     result = run(*data, "--env", "Pendulum-v1", "--run-dir", str(folder), "--seed", "7", algo=algo)
     assert_refused(result, 2, "seed (1 there, 7 here)", "--run-dir", "delete")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
