@@ -35,9 +35,7 @@ class RunArgs:
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("seed",)
     any_sign: ClassVar[tuple[str, ...]] = ()
-    may_grow: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what a run can be given more of, for nothing before the end depends on it
+    may_grow: ClassVar[tuple[str, ...]] = ()  # what a run can be given more of: nothing before its end depends on it
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
