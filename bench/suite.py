@@ -111,3 +111,17 @@ def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
         parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
     except InputError as error:
         raise InputError(f"{shlex.join(command)}: {error}") from None
+
+
+def has_more_steps(before: str, now: str) -> bool:
+    """Whether two of `Job.line` say the same but for more steps, which the algorithm can be given (`may_grow`)."""
+    (head, was), (other_head, becomes) = (line.split(" --run-dir ")[0].split(".py ", 1) for line in (before, now))
+    if head != other_head:
+        return False
+    kind = importlib.import_module(f"algos.{Path(head).name}").Args
+    try:
+        old, new = (vars(parse(kind, shlex.split(flags))) for flags in (was, becomes))
+    except InputError:  # flags that are no longer there
+        return False
+    grown = [key for key in kind.may_grow if 0 < old.get(key, 0) < new.get(key, 0)]
+    return bool(grown) and all(old[key] == new[key] for key in old if key not in grown)

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import tyro
 
 from bench.mps import shared_card
-from bench.suite import jobs, read_suite
+from bench.suite import has_more_steps, jobs, read_suite
 from bench.sweep_task import Job, Outcome, facts, run
 from common.command_line import command_line
 from common.errors import InputError, RunError
@@ -49,9 +49,11 @@ class Args:
 
 
 def is_done(job: Job) -> bool:
-    """Raises InputError where its folder was made by another command."""
+    """Whether it has all its steps. Raises InputError where its folder was made by a command that differs in more."""
     record = job.folder.with_suffix(".sh")
     if record.exists() and record.read_text().split(" --run-dir ")[0] != job.line.split(" --run-dir ")[0]:
+        if has_more_steps(record.read_text(), job.line):
+            return False
         raise InputError(
             f"{job.folder} was made by another command, {record.read_text().strip()}\n"
             f"give another --folder, or delete {job.folder} and {record.name} to start afresh"
@@ -182,6 +184,7 @@ def fill(sweep: Sweep, ray: Any) -> None:
             continue
         sweep.waiting.remove(job)
         job.folder.parent.mkdir(parents=True, exist_ok=True)
+        (job.folder / "DONE").unlink(missing_ok=True)  # of a run that goes on with more steps
         job.folder.with_suffix(".sh").write_text(f"{job.line}\n")
         # Lost nodes and workers are tried anew, for ever; none is used again, where a GPU's memory could stay with it.
         options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "memory": needs["memory"] or None}

@@ -73,10 +73,10 @@ class Outcome:
     files: dict[str, bytes]
 
     def keep(self, folder: Path) -> None:
-        """Writes the files where they are not: the run was on another machine."""
+        """Writes the files where they are not, or are of a shorter run: the run was on another machine."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
-            if not (folder / name).exists():
+            if not (folder / name).exists() or (folder / name).read_bytes() != content:
                 with replacing(folder / name) as file:
                     file.write(content)
 

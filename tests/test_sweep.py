@@ -131,6 +131,35 @@ class TestSuites:
             with pytest.raises(InputError, match=r"made by another command.*0\.9 --run-dir"):
                 is_done(different)
 
+    @pytest.mark.parametrize(
+        ("before", "now", "goes_on"),
+        [
+            ("sac --env Hopper-v4 --total-steps 1000", "sac --env Hopper-v4 --total-steps 1001", True),
+            ("sac --env Hopper-v4 --total-steps 1000", "sac --env Hopper-v4", True),  # to the default
+            ("iql --dataset a.hdf5 --online-steps 10", "iql --dataset a.hdf5 --online-steps 20", True),
+            ("sac --env Hopper-v4 --total-steps 1000", "sac --env Hopper-v4 --total-steps 999", False),
+            ("sac --env Hopper-v4 --total-steps 1000", "sac --env Hopper-v4 --total-steps 2000 --gamma 0.9", False),
+            ("sac --env Hopper-v4 --total-steps 1000", "td3 --env Hopper-v4 --total-steps 2000", False),
+            ("sac --env Hopper-v4 --total-steps 1000 --was-there 1", "sac --env Hopper-v4 --total-steps 2000", False),
+            ("ppo --env Hopper-v4 --total-steps 4096", "ppo --env Hopper-v4 --total-steps 8192", False),
+            ("iql --dataset a.hdf5 --offline-steps 10", "iql --dataset a.hdf5 --offline-steps 20", False),
+            ("iql --dataset a.hdf5", "iql --dataset a.hdf5 --online-steps 9", False),
+        ],
+    )
+    def test_a_finished_run_is_not_done_where_it_has_more_steps_now(
+        self, before: str, now: str, goes_on: bool, tmp_path: Path
+    ):
+        old, new = (Job((f"algos/{algo}.py", *flags), tmp_path / "1", 1)
+                    for algo, *flags in (before.split(), now.split()))  # fmt: skip
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / "DONE").touch()
+        (tmp_path / "1.sh").write_text(f"{old.line}\n")
+        if goes_on:
+            assert not is_done(new)
+        else:
+            with pytest.raises(InputError, match="made by another command"):
+                is_done(new)
+
 
 class FakeRay:
     """As much of Ray as the driver asks for nodes; a test says what becomes of a task."""
@@ -196,6 +225,16 @@ class TestDriver:
         with pytest.raises(InputError, match="no node has that much"):
             fill(Sweep([self.job(tmp_path, 1, **needs)]), ray)
 
+    def test_what_is_started_with_more_steps_is_not_done_until_it_ends_again(self, ray: FakeRay, tmp_path: Path):
+        """Whatever ends the sweep before the run itself says so."""
+        short, long = (Job(("algos/sac.py", "--total-steps", steps), tmp_path / "1", 1) for steps in ("10", "20"))
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / "DONE").touch()
+        (tmp_path / "1.sh").write_text(f"{short.line}\n")
+        fill(Sweep([long]), ray)
+        assert (tmp_path / "1.sh").read_text() == f"{long.line}\n"
+        assert not is_done(long)
+
     def test_a_killed_run_goes_on_three_times(self, ray: FakeRay, tmp_path: Path):
         sweep = Sweep([self.job(tmp_path, 1)])
         killed = Outcome(-signal.SIGKILL, "step 100", {})
@@ -214,6 +253,8 @@ class TestDriver:
         sweep = Sweep([self.job(tmp_path, 1)])
         fill(sweep, ray)
         ray.get = lambda reference: Outcome(0, "", {"evaluations.csv": b"step\n", "DONE": b"{}"})
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / "evaluations.csv").write_bytes(b"of its first steps")
         finish(sweep, next(iter(sweep.running)), ray)
         assert (tmp_path / "1" / "evaluations.csv").read_bytes() == b"step\n"
         assert is_done(sweep.done[0])
@@ -346,6 +387,13 @@ class TestSweeps:
             environment = os.environ | job.environment
             subprocess.run(job.argv, cwd=ROOT, env=environment, check=True, capture_output=True)
         assert_same(tmp_path / "runs/mine/sac", tmp_path / "by-hand/mine/sac")
+
+    def test_a_suite_with_more_steps_goes_on_to_them(self, start, suite, tmp_path: Path):
+        for steps, folder in ((500, "runs"), (800, "runs"), (800, "from-the-start")):
+            path = suite(RUN.format(steps=steps, seeds=1))
+            assert start(path, tmp_path / folder, "--cpus", "1").wait(timeout=300) == 0
+        assert_same(tmp_path / "runs", tmp_path / "from-the-start")
+        assert "goes on from step 500" in (tmp_path / "runs/mine/sac/Pendulum-v1/1.log").read_text()
 
     def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, suite, tmp_path: Path):
         process = start(suite(RUN.format(steps=100_000, seeds=3)), tmp_path / "runs", "--cpus", "2")
