@@ -69,6 +69,15 @@ def scores(folder: str) -> Curves:
     return found
 
 
+def successes(folder: str) -> Curves:
+    """Of results/<folder>: how many per cent of an evaluation's episodes succeed at some step, where that is known."""
+    found: Curves = defaultdict(dict)
+    for run in kept_runs(RESULTS / folder):
+        if all(row["success"] for row in run.rows):
+            found[run.algo, run.task][run.seed] = means(run.rows, lambda row: 100.0 * float(row["success"]))
+    return found
+
+
 def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
     """Of results/<folder>: wall-clock minutes of the runs of each (algorithm, dataset), evaluations included, divided
     by their steps.

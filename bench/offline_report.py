@@ -6,7 +6,7 @@ Scores are those of `offline.scores`, of the deterministic policy over each eval
 import statistics
 from collections.abc import Callable
 
-from bench.curves import Curve, behaviour, by_updates, minutes_per_step, scores
+from bench.curves import Curve, Curves, behaviour, by_updates, minutes_per_step, scores
 from bench.intervals import estimate, interquartile_mean, mean_difference
 
 ALGORITHMS = {
@@ -94,21 +94,27 @@ EXPO = {
 }  # fmt: skip
 
 
-def comparison(folder: str, variants: dict[str, str]) -> dict[str, dict[str, dict[str, Curve]]]:
+def comparison(
+    folder: str, variants: dict[str, str], of: Callable[[str], Curves] = scores
+) -> dict[str, dict[str, dict[str, Curve]]]:
     """Dataset to variant, in the order given, to seed to curve, of results/<folder>/<variant>/<dataset>/<seed>."""
-    found = scores(folder)
+    found = of(folder)
     datasets = sorted({dataset for _, dataset in found})
     return {d: {name: found[v, d] for v, name in variants.items() if (v, d) in found} for d in datasets}
 
 
 def comparison_table(
-    folder: str, variants: dict[str, str], header: str, columns: Callable[[list[Curve], int], list[list[float]]]
+    folder: str,
+    variants: dict[str, str],
+    header: str,
+    columns: Callable[[list[Curve], int], list[list[float]]],
+    of: Callable[[str], Curves] = scores,
 ) -> str:
     """A line for each dataset and variant: `columns` are of its seeds' curves and the last step that all got to. Behind
     them the variants with most runs, on every dataset: each column's interquartile mean over all of them.
     """
     lines = [f"| | | {header} | minutes |", "|---" * (header.count("|") + 4) + "|"]
-    compared, took = comparison(folder, variants), minutes_per_step(folder)
+    compared, took = comparison(folder, variants, of), minutes_per_step(folder)
     whole: dict[str, list[list[list[float]]]] = {name: [] for name in variants.values()}
     for dataset, found in compared.items():
         last = min(max(curve) for seeds in found.values() for curve in seeds.values())
@@ -146,21 +152,23 @@ def wsrl_table(folder: str = "wsrl") -> str:
     return comparison_table(folder, VARIANTS, "at the switch | lowest | mean of all evaluations | at the end", columns)
 
 
-def expo_table() -> str:
-    """What EXPO, its ablations and RLPD score at the switch, half way and at the end of the shortest run, and on the
-    way."""
+def expo_table(of: Callable[[str], Curves] = scores) -> str:
+    """What EXPO, its ablations and RLPD score, or how often they succeed, at the switch, half way and at the end of the
+    shortest run, and on the way."""
 
     def columns(runs: list[Curve], last: int) -> list[list[float]]:
         means = [mean_online(c, last) for c in runs]
         return [[c[0] for c in runs], [at(c, last // 2) for c in runs], [at(c, last) for c in runs], means]
 
-    return comparison_table("expo", EXPO, "at the switch | half way | at the end | mean of all evaluations", columns)
+    return comparison_table(
+        "expo", EXPO, "at the switch | half way | at the end | mean of all evaluations", columns, of
+    )
 
 
-def expo_differences() -> str:
-    """By how much EXPO scores above each of the others, seed by seed, at the same number of steps."""
+def expo_differences(of: Callable[[str], Curves] = scores) -> str:
+    """By how much EXPO is above each of the others, seed by seed, at the same number of steps."""
     lines = ["| | EXPO less | seeds | at the end | mean of all evaluations |", "|---|---|---|---|---|"]
-    for dataset, found in comparison("expo", EXPO).items():
+    for dataset, found in comparison("expo", EXPO, of).items():
         ours = found.get(EXPO["expo"], {})
         for name, theirs in found.items():
             seeds = sorted(ours.keys() & theirs.keys())
@@ -169,8 +177,8 @@ def expo_differences() -> str:
             last = min(max(runs[seed]) for runs in (ours, theirs) for seed in seeds)
             both = [[runs[seed] for seed in seeds] for runs in (ours, theirs)]
             cells = [
-                mean_difference(*([of(curve, last) for curve in runs] for runs in both)).text(1)
-                for of in (at, mean_online)
+                mean_difference(*([value(curve, last) for curve in runs] for runs in both)).text(1)
+                for value in (at, mean_online)
             ]
             lines.append(f"| {dataset}, {last:,} steps | {name} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines if len(lines) > 2 else [*lines, "| not run | | | | |"])

@@ -13,7 +13,18 @@ from matplotlib.figure import Figure
 
 from bench import curves
 from bench.aggregates import STEPS, improvements, online_aggregates, online_runs, only_means, profiles, reached
-from bench.curves import Curve, aligned, behaviour, by_updates, number_of, online, published, scores, there
+from bench.curves import (
+    Curve,
+    aligned,
+    behaviour,
+    by_updates,
+    number_of,
+    online,
+    published,
+    scores,
+    successes,
+    there,
+)
 from bench.figures import (
     COLOURS,
     GREY,
@@ -86,6 +97,12 @@ def whole_page() -> str:
         "wsrl_longer": html_table(wsrl_table("wsrl-longer"), "The same, with more steps."),
         "expo": html_table(expo_table(), "EXPO beside its ablations and RLPD: scores, per cent of the steps solved."),
         "expo_differences": html_table(expo_differences(), "EXPO less each of the others, and 95 % intervals."),
+        "expo_successes": html_table(
+            expo_table(successes), "The same, per cent of episodes with success at some step."
+        ),
+        "expo_differences_of_successes": html_table(
+            expo_differences(successes), "EXPO less each of the others, and 95 % intervals."
+        ),
         "missing": missing_list(),
         "machines": html_table(machines_table([run for _, run in kept]), "Machines and versions."),
         "all_runs": html_table(runs_table(kept), "Every run, in the order of the folders of results/."),

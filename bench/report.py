@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.curves import online, published
+from bench.curves import online, published, successes
 from bench.figures import learning_figure, png
 from bench.offline_report import d3rlpy_table, expo_differences, expo_table, offline_table, online_table, wsrl_table
 from bench.online_report import learning_table
@@ -109,7 +109,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
     "docs/wsrl.md": {"wsrl": wsrl_table, "wsrl longer": partial(wsrl_table, "wsrl-longer")},
-    "docs/expo.md": {"expo": expo_table, "expo differences": expo_differences},
+    "docs/expo.md": {
+        "expo": expo_table,
+        "expo differences": expo_differences,
+        "expo successes": partial(expo_table, successes),
+        "expo differences of successes": partial(expo_differences, successes),
+    },
 }
 
 

@@ -179,6 +179,8 @@ class TestFromDatasets:
             "| a, 10 steps | RLPD | 1.0 (1) | 10.0 (1) | 30.0 (1) | 20.0 (1) |  |",
         ]
         assert offline_report.expo_differences().splitlines()[2:] == ["| a, 10 steps | RLPD | 1 | 30.0 | 20.0 |"]
+        assert "not run" in offline_report.expo_table(curves.successes)  # Hopper has none
+        assert "not run" in offline_report.expo_differences(curves.successes)
         results("expo", "base", "a", 2, s0=0.0, s10=10.0)  # has no run of EXPO's with its seed
         assert "base" not in offline_report.expo_differences()
         results("expo", "expo", "a", 2, s0=0.0, s10=16.0)
@@ -188,6 +190,17 @@ class TestFromDatasets:
             "| a, 10 steps | base policy alone | 1 | 6.0 | 6.0 |",
             "| a, 10 steps | RLPD | 2 | 20.0 (-107.1 to 147.1) | 15.0 (-48.5 to 78.5) |",  # ± 12.706 · 10, · 5
         ]
+
+    def test_successes_of_expo_are_episodes(self, results: Callable[..., None]):
+        """Two an evaluation, of scores 10 above and below; above 50 is success, whatever the score."""
+        results("expo", "expo", "maze", 1, env="unheard-of-v0", s0=0.0, s5=55.0, s10=70.0)
+        results("expo", "rlpd", "maze", 1, env="unheard-of-v0", s0=99.0, s5=0.0, s10=50.0)
+        assert offline_report.expo_table(curves.successes).splitlines()[2:] == [
+            "| maze, 10 steps | EXPO | 0.0 (1) | 50.0 (1) | 100.0 (1) | 75.0 (1) |  |",
+            "| maze, 10 steps | RLPD | 100.0 (1) | 0.0 (1) | 50.0 (1) | 25.0 (1) |  |",
+        ]
+        differences = offline_report.expo_differences(curves.successes).splitlines()[2:]
+        assert differences == ["| maze, 10 steps | RLPD | 1 | 50.0 | 50.0 |"]
 
 
 def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
