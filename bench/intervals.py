@@ -67,12 +67,12 @@ def estimate(statistic: Statistic, tasks: Sequence[ArrayLike], enough: int = ENO
 
 
 def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The mean over seeds of the first less the second of the same seed, and Student's 95 % interval, of two seeds or
-    more: exact where such differences are normal, which the bootstrap of so few is not even then.
+    """The mean over seeds of the first less the second of the same seed, and of three seeds or more that differ
+    Student's 95 % interval: exact where such differences are normal, which the bootstrap of so few is not even then.
     """
     differences = np.subtract(ours, theirs)
     mean = np.array([differences.mean()])
-    if len(differences) < 2:
+    if len(differences) < 3 or not np.ptp(differences):
         return Estimate(mean, None, None)
     found = scipy.stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
     return Estimate(mean, np.array([found.low]), np.array([found.high]))

@@ -12,6 +12,7 @@ ENVIRONMENTS = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Humanoi
 DATASETS = tuple(
     f"{name}-{kind}" for name in ("halfcheetah", "hopper", "walker2d") for kind in ("medium", "medium-replay")
 )
+LONGER = {name: VARIANTS[name] for name in ("wsrl", "no-warmup", "mix")}
 RETAINED = {"none": "data dropped", "append": "data kept", "mix": "half of each batch data"}
 SWITCHES = {
     f"{algo}-{retain}": f"{name}, {how}"
@@ -27,6 +28,7 @@ def missing_list() -> str:
         ("Offline", ALGORITHMS, by_updates(), DATASETS, ENOUGH, UPDATES[-1]),
         ("From offline to online", SWITCHES, scores("online"), ("hopper-medium",), 2, 50_000),
         ("WSRL's comparison", VARIANTS, scores("wsrl"), ("pen-binary", "hopper-sac-200k", "maze2d-medium"), 3, 20_000),
+        ("WSRL's comparison, longer", LONGER, scores("wsrl-longer"), ("pen-binary",), 3, 100_000),
         ("EXPO's comparison", EXPO, scores("expo"), ("pen-binary-time", "maze2d-medium"), 3, 20_000),
     )
     lines = []

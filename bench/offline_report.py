@@ -111,7 +111,8 @@ def comparison_table(
     of: Callable[[str], Curves] = scores,
 ) -> str:
     """A line for each dataset and variant: `columns` are of its seeds' curves and the last step that all got to. Behind
-    them the variants with most runs, on every dataset: each column's interquartile mean over all of them.
+    them, where there are two such variants, those that have every seed of every dataset: each column's interquartile
+    mean over all of these.
     """
     lines = [f"| | | {header} | minutes |", "|---" * (header.count("|") + 4) + "|"]
     compared, took = comparison(folder, variants, of), minutes_per_step(folder)
@@ -124,11 +125,11 @@ def comparison_table(
                 minutes = median([last * each for each in took[variant, dataset]])
                 cells = " | ".join([*map(spread, whole[name][-1]), minutes])
                 lines.append(f"| {dataset}, {last:,} steps | {name} | {cells} |")
-    runs = {name: sum(len(found[name]) for found in compared.values() if name in found) for name in whole}
-    for name, datasets in whole.items():
-        if len(datasets) == len(compared) > 1 and runs[name] == max(runs.values()):
-            means = [estimate(interquartile_mean, column).text(1) for column in zip(*datasets, strict=True)]
-            lines.append(f"| interquartile mean | {name} | {' | '.join(means)} | |")
+    everything = [(found, set().union(*found.values())) for found in compared.values()]
+    complete = [name for name in whole if all(found.get(name, {}).keys() == seeds for found, seeds in everything)]
+    for name in complete if len(compared) > 1 < len(complete) else ():
+        means = [estimate(interquartile_mean, column).text(1) for column in zip(*whole[name], strict=True)]
+        lines.append(f"| interquartile mean | {name} | {' | '.join(means)} | |")
     return "\n".join(lines if len(lines) > 2 else [*lines, "| not run |" + " |" * (header.count("|") + 3)])
 
 

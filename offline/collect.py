@@ -42,7 +42,7 @@ class Args:
     env: str | None = None
     """Gymnasium id of the environment; that of the run folder unless given."""
     policy: tuple[str, ...] = ()
-    """random, a run folder, or a Stable-Baselines3 .zip; several share the transitions evenly."""
+    """random, waypoints (maze2d), a run folder, or a Stable-Baselines3 .zip; several share the transitions evenly."""
     replay: Path | None = None
     """Instead of --policy: a run folder, for all transitions in the replay buffer of its checkpoint."""
     ref_scores: tuple[float, float] | None = None

@@ -63,7 +63,8 @@ def test_mean_difference_by_the_tables_of_students_t():
         pytest.approx([3 - 4.302653 * 2 / 3**0.5]),
         pytest.approx([3 + 4.302653 * 2 / 3**0.5]),
     )
-    assert mean_difference([3.0], [1.0]).text(1) == "2.0"
+    for ours, theirs in (([3.0], [1.0]), ([4.0, 2.0], [1.0, 1.0]), ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0])):
+        assert mean_difference(ours, theirs).text(1) == "2.0"  # too few, or they do not differ: no interval
 
 
 def test_coverage():

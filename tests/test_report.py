@@ -158,12 +158,20 @@ class TestFromDatasets:
         results("wsrl", "mix", "a", 1, s0=30.0, s10000=40.0, s20000=50.0, s40000=60.0)
         results("wsrl", "wsrl", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
         results("wsrl", "wsrl", "scored", 1, env="", s0=50.0, s20000=90.0)  # its environment came with the dataset
+        results("wsrl", "mix", "scored", 1, env="", s0=50.0, s20000=80.0)
         assert offline_report.wsrl_table().splitlines()[2:] == [
             "| a, 40,000 steps | WSRL | 40.0 ± 14.1 (2) | 12.5 ± 10.6 (2) | 37.1 ± 27.6 (2) | 49.0 ± 58.0 (2) | 1.2 |",
             "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) |  |",
             "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |  |",
             "| scored, 20,000 steps | WSRL | 50.0 (1) | 90.0 (1) | 90.0 (1) | 90.0 (1) |  |",
+            "| scored, 20,000 steps | data retained | 50.0 (1) | 80.0 (1) | 80.0 (1) | 80.0 (1) |  |",
+        ]
+        results("wsrl", "mix", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
+        assert "interquartile" not in offline_report.wsrl_table()  # WSRL alone has every seed of "a"
+        results("wsrl", "mix", "a", 2, s0=30.0, s10000=40.0, s20000=50.0, s40000=60.0)
+        assert offline_report.wsrl_table().splitlines()[-2:] == [
             "| interquartile mean | WSRL | 50.0 | 55.0 | 73.3 | 90.0 | |",
+            "| interquartile mean | data retained | 40.0 | 60.0 | 65.0 | 70.0 | |",
         ]
 
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):
@@ -188,8 +196,12 @@ class TestFromDatasets:
         results("expo", "rlpd", "a", 3, s0=0.0, s10=6.0)
         assert offline_report.expo_differences().splitlines()[2:] == [
             "| a, 10 steps | base policy alone | 1 | 6.0 | 6.0 |",
-            "| a, 10 steps | RLPD | 2 | 20.0 (-107.1 to 147.1) | 15.0 (-48.5 to 78.5) |",  # ± 12.706 · 10, · 5
+            "| a, 10 steps | RLPD | 2 | 20.0 | 15.0 |",
         ]
+        results("expo", "expo", "a", 3, s0=0.0, s10=26.0)
+        last = offline_report.expo_differences().splitlines()[-1]
+        # Of 30, 10, 20 and of 20, 10, 20: 4.303 / √3 standard deviations, which are 10 and 5.774.
+        assert last == "| a, 10 steps | RLPD | 3 | 20.0 (-4.8 to 44.8) | 16.7 (2.3 to 31.0) |"
 
     def test_successes_of_expo_are_episodes(self, results: Callable[..., None]):
         """Two an evaluation, of scores 10 above and below; above 50 is success, whatever the score."""
