@@ -26,6 +26,7 @@ import numpy as np
 from common.command_line import command_line
 from common.errors import InputError
 from common.provenance import commit, versions
+from offline import d4rl
 from offline.dataset import Dataset, load
 from offline.environments import BINARY, solved
 from offline.write import Transitions, recipe_at, write_d4rl
@@ -74,6 +75,11 @@ def until_solved(data: Transitions) -> Transitions:
 
 
 def main(args: Args) -> None:
+    if args.demonstrations in d4rl.IDS and "-human-" in args.demonstrations:
+        raise InputError(
+            f"{args.demonstrations} marks time-outs inside its demonstrations (docs/d4rl.md): their beginnings "
+            f"would be lost; give Minari's, D4RL/{args.task}/human-v2"
+        )
     arguments = asdict(args)
     before = recipe_at(args.output)
     if before is not None:

@@ -126,7 +126,7 @@ def collect(args: Args) -> None:
 def _environment(args: Args, run: RunFolder | None) -> str:
     folders = [run] if run else [read_run(Path(source)) for source in args.policy if Path(source).is_dir()]
     trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
-    if run and args.env not in (None, trained_on):
+    if run and trained_on and args.env not in (None, trained_on):
         raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
     env_id = args.env or trained_on
     if env_id is None:
@@ -193,7 +193,7 @@ def roll_out(policy: Policy, envs: VectorEnv[Array, Array, Array], transitions: 
 
 
 def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
-    """All transitions in a run's replay buffer, one environment's after the other's.
+    """All transitions in a run's replay buffer, one environment's after the other's, with the environment's rewards.
 
     An episode ends where a termination is stored, or where the environment's next row does not begin where this one
     ended: there was a time limit. The newest episode of each environment is cut. Where the buffer is full, the oldest
@@ -201,16 +201,20 @@ def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
     """
     if "buffer" not in run.state or "buffer_size" not in run.arguments:
         raise InputError(f"{run.path} keeps no replay buffer ({run.algo}): give it as --policy")
-    num_envs = int(run.arguments["num_envs"])
     obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
-    buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim)
+    # With returns-to-go (Cal-QL) it holds whole episodes one after the other, else a step of each environment in turn.
+    whole = len(run.state["buffer"]["widths"]) > len(ReplayBuffer(1, obs_dim, action_dim).widths)
+    num_envs = 1 if whole else int(run.arguments["num_envs"])
+    buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole)
     buffer.load(run.path / "checkpoint" / "replay", run.state["buffer"])
     if not len(buffer):
         raise InputError(f"{run.path} has an empty replay buffer")
     numbers = np.arange(buffer.added - len(buffer), buffer.added)  # of the transitions, the oldest first
     numbers = numbers[np.argsort(numbers % num_envs, kind="stable")]
     rows = buffer.rows[torch.from_numpy(numbers % buffer.capacity)].numpy()
-    obs, actions, rewards, next_obs, terminations = np.split(rows, np.cumsum(buffer.widths)[:-1], axis=1)
+    obs, actions, rewards, next_obs, terminations = np.split(rows, np.cumsum(buffer.widths)[:-1], axis=1)[:5]
+    scale, shift = run.state.get("rewards", (1.0, 0.0))  # of a run that began with a dataset
+    rewards = ((rewards.astype(np.float64) - shift) / scale).astype(np.float32)
     ends = terminations[:, 0] > 0
     newest = np.append(np.diff(numbers % num_envs) != 0, True)
     breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)  # bit for bit

@@ -58,7 +58,7 @@ def reference(name: str | None) -> tuple[float, float] | None:
     Adroit binary task that goes on.
     """
     entry = IDS.get(name or "")
-    return entry.reference if entry else _SCORES.get(name or "")
+    return entry.reference if entry else _SCORES.get(name or "", _SCORES.get(f"offline.environments:{name}"))
 
 
 def folder() -> Path:

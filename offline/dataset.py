@@ -1,6 +1,8 @@
 """A dataset is a full replay buffer, and beside it what only a dataset knows."""
 
+import contextlib
 import copy
+import fcntl
 import hashlib
 import os
 import zlib
@@ -286,6 +288,17 @@ class _Prepared:
             yield block
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else is in such a block for the same folder, in no process of this machine."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
 def _on_disk(blocks: _Prepared) -> Path:
     """The file of packed rows, made at the first call."""
     cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
@@ -297,12 +310,15 @@ def _on_disk(blocks: _Prepared) -> Path:
         return path
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            first = 0
-            for block in blocks.read():
-                rows = pack(blocks.widths, first, *block)
-                file.write(rows.data)
-                first += len(rows)
+        with locked(cache):  # another process may be making it: then wait for its file
+            if path.exists():
+                return path
+            with replacing(path) as file:
+                first = 0
+                for block in blocks.read():
+                    rows = pack(blocks.widths, first, *block)
+                    file.write(rows.data)
+                    first += len(rows)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}): make room, or set ONRAMP_CACHE") from None
     return path

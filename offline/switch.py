@@ -109,7 +109,7 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": env}
     of = domain(env, args.task)
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
-    if args.online_steps and of == "adroit-binary" != domain(env, ""):
+    if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics' sparse ones pay 10, -0.1
         sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
     if args.init_from and args.offline_steps is None:
         chosen["offline_steps"] = 0
@@ -135,7 +135,8 @@ def domain(env: str, dataset: str) -> str:
     words = {"antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
     words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
     found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
-    return "adroit-binary" if found == "adroit" and ("binary" in name or "sparse" in name) else found
+    binary = "binary" in name or "sparse" in dataset.lower()
+    return "adroit-binary" if found == "adroit" and binary else found
 
 
 class Switch:
@@ -253,13 +254,15 @@ class Switch:
         """
         saved = run.open()
         dataset = self.dataset
-        if between := dataset.reference or reference(self.env):
+        given = reference(self.env) if self.env != dataset.env else None  # another environment pays otherwise
+        if between := given or dataset.reference or reference(self.env):
             run.logger.score = partial(normalized, reference=between)
         run.logger.say(
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
             f"evaluated in {self.env}"
         )
-        if self.args.retain == "none" and 0 < self.args.online_steps <= self.args.warmup_steps:
+        warms_up = self.args.retain == "none" or self._algo == "wsrl"  # which does whatever is retained
+        if warms_up and 0 < self.args.online_steps <= self.args.warmup_steps:
             run.logger.say("warning: nothing is learned online: --online-steps end within --warmup-steps")
         if saved:
             if saved["dataset"] != self._fingerprint:

@@ -112,6 +112,7 @@ class Failing(gym.Env[Any, Any]):
 
 
 gym.register("Failing-v0", entry_point=Failing)  # its spaces are Pendulum's
+gym.register("Unscored-v0", entry_point=Failing)
 every_algorithm = pytest.mark.parametrize("algo", sorted(SMALL))
 
 

@@ -67,6 +67,7 @@ def test_a_task_that_goes_on_scores_the_share_of_its_steps_that_is_solved(task: 
     """RLPD's (return + steps) / steps; of the others, which end when solved, success is what counts."""
     between = reference(BINARY[task, False])
     assert normalized([-steps, -steps / 4, 0.0], between).tolist() == [0.0, 75.0, 100.0]
+    assert reference(f"adroit-binary/{task}-v0") == between  # its name once it is registered
     assert reference(BINARY[task, True]) is None
 
 
@@ -81,6 +82,11 @@ def test_episodes_end_at_their_last_success_and_the_others_are_left_out() -> Non
     assert not kept.timeouts.any()
     with pytest.raises(InputError, match="no episode here ever solves"):
         until_solved(Transitions(rows, rows, rewards * 0 - 1, rows + 1, nothing, nothing, cuts))
+
+
+def test_demonstrations_that_d4rl_cuts_in_two_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"marks time-outs inside its demonstrations.*D4RL/door/human-v2"):
+        main(Args("door-human-v1", str(tmp_path / "door.hdf5"), task="door"))
 
 
 @needs_demonstrations

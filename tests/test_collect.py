@@ -208,6 +208,36 @@ def test_a_runs_replay_buffer(small, env: str, num_envs: int, changed: dict[str,
     assert recipe()["cut_episodes"] <= num_envs
 
 
+@pytest.mark.parametrize(("calibrated", "num_envs"), [(False, 2), (True, 2), (True, 1)])
+def test_the_buffer_of_a_run_that_scales_its_rewards(small, calibrated: bool, num_envs: int):
+    """The file has the environment's rewards; episodes are whole also where Cal-QL stores them one after the other."""
+    rewards = {"reward_scale": 10.0, "reward_shift": -5.0}
+    args = small("cql", calibrated=calibrated, num_envs=num_envs, offline_steps=1, online_steps=820, utd=1, **rewards)
+    module("cql").train(args)
+    data = made(env=None, replay=args.run_dir)
+    cos, sin, speed = data["observations"].T.astype(np.float64)
+    expected = -(np.arctan2(sin, cos) ** 2 + 0.1 * speed**2 + 0.001 * data["actions"][:, 0] ** 2)
+    assert data["rewards"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    left_over = 0 if not calibrated else 820 - num_envs * (820 // num_envs // 200 * 200)
+    assert len(data["rewards"]) == 820 - left_over
+    for where in episodes(data):
+        assert np.array_equal(data["observations"][where][1:], data["next_observations"][where][:-1])
+        assert where.stop - where.start in (200, 820 // num_envs % 200)
+
+
+def test_a_run_whose_dataset_brings_its_environment(small):
+    """The run names none then: --env is to be given, and taken."""
+    made("offline.hdf5", transitions=400)
+    with h5py.File("offline.hdf5", "a") as file:
+        file.attrs["env_kwargs"] = json.dumps({"g": 10.0})
+    args = small("iql", dataset="offline.hdf5", env="", offline_steps=1, online_steps=20)
+    module("iql").train(args)
+    assert json.loads((args.run_dir / "config.json").read_text())["arguments"]["env"] == ""
+    with pytest.raises(InputError, match="give --env"):
+        made(env=None, replay=args.run_dir)
+    assert len(made(replay=args.run_dir)["rewards"]) == 20
+
+
 def test_the_same_command_again_does_nothing(capsys: pytest.CaptureFixture[str]):
     made()
     collect(Args("minari:random-v0", "Pendulum-v1", ("random",), transitions=500, num_envs=2))

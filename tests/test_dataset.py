@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -12,7 +15,8 @@ from d4rl_file import make
 
 from common.errors import InputError, RunError
 from common.replay_buffer import ReplayBuffer
-from offline.dataset import TANH_LIMIT, Dataset, WeightedSampler, load
+from offline.dataset import TANH_LIMIT, Dataset, WeightedSampler, _Prepared, load
+from offline.recording import Block
 
 ENDS = "....t..o.....o.t...o..."  # six episodes and an unfinished one
 
@@ -271,6 +275,22 @@ class TestMapped:
         make(Path(path), ENDS, rewards=np.ones(len(ENDS)))
         assert load(path, mapped=True).column("rewards").tolist() == [1] * 19
         assert len(list(own_cache.iterdir())) == 3
+
+    def test_of_two_that_make_it_at_once_the_second_waits(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        read, calls = _Prepared.read, []
+
+        def slowly(blocks: _Prepared) -> Iterator[Block]:
+            calls.append(blocks)
+            for block in read(blocks):
+                time.sleep(0.5)
+                yield block
+
+        monkeypatch.setattr(_Prepared, "read", slowly)
+        with ThreadPoolExecutor() as both:
+            datasets = list(both.map(lambda _: load(path, mapped=True), range(2)))
+        assert len(calls) == 1
+        expected = load(path).buffer.rows
+        assert all(torch.equal(dataset.buffer.rows, expected) for dataset in datasets)
 
     def test_what_is_written_to_it_stays_in_memory(self, path: str) -> None:
         for _ in range(2):

@@ -219,6 +219,7 @@ class TestPresets:
             ("offline.environments:d4rl/pen-v1", "pen-human-v1", "adroit"),
             ("AdroitHandDoor-v1", "D4RL/door/human-v2", "adroit"),
             ("AdroitHandPen-v1", "pen-human-sparse", "adroit-binary"),
+            ("AdroitHandPenSparse-v1", "mine", "adroit"),
             ("FrankaKitchen-v1", "D4RL/kitchen/mixed-v2", "kitchen"),
             ("PointMaze_UMaze-v3", "D4RL/pointmaze/umaze-v2", "maze2d"),
             ("Pendulum-v1", "pendulum-random", "locomotion"),  # not pen-
@@ -246,7 +247,7 @@ class TestPresets:
         [
             ("AdroitHandPen-v1", 10, True),
             ("AdroitHandPen-v1", 0, False),
-            ("AdroitHandPenSparse-v1", 10, False),
+            ("AdroitHandPenSparse-v1", 10, True),  # pays 10 and -0.1
             ("adroit-binary/pen-v0", 10, False),
         ],
     )
@@ -347,7 +348,8 @@ class TestRuns:
         self, small: Any, capsys: pytest.CaptureFixture[str], algo: str
     ) -> None:
         """Those of the last update before a warm-up are not repeated in it; that it lasts to the end is said."""
-        args = small(algo, env="Failing-v0", offline_steps=10, online_steps=1_000, retain="none", warmup_steps=1_000)
+        retain = "mix" if algo == "wsrl" else "none"  # it warms up whatever is retained
+        args = small(algo, env="Failing-v0", offline_steps=10, online_steps=1_000, retain=retain, warmup_steps=1_000)
         module(algo).train(args)
         rows = csv.DictReader((args.run_dir / "metrics.csv").open())
         steps = {int(row["step"]) for row in rows if row["name"].startswith("losses/")}
@@ -377,6 +379,24 @@ class TestRuns:
         rows = list(csv.DictReader((args.run_dir / "evaluations.csv").open()))
         for row in rows:
             assert float(row["normalized_score"]) == pytest.approx(100 * (float(row["return"]) + 2000) / 2000)
+
+    @pytest.mark.parametrize(("env", "low"), [("Pendulum-v1", -2000), ("Failing-v0", -100), ("Unscored-v0", -2000)])
+    def test_another_environment_scores_by_its_own_reference(
+        self, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: str, low: float
+    ) -> None:
+        import h5py
+
+        path = tmp_path / "data.hdf5"
+        path.write_bytes(PENDULUM.read_bytes())
+        with h5py.File(path, "a") as file:
+            file.attrs["ref_min_score"], file.attrs["ref_max_score"] = -2000.0, 0.0
+        known = {"Failing-v0": (-100.0, 0.0), "Pendulum-v1": (-1.0, 0.0)}  # the file's own goes before the latter
+        monkeypatch.setattr("offline.switch.reference", known.get)
+        args = small("iql", dataset=str(path), env=env, offline_steps=1, online_steps=0)
+        module("iql").train(args)
+        rows = list(csv.DictReader((args.run_dir / "evaluations.csv").open()))
+        for row in rows:
+            assert float(row["normalized_score"]) == pytest.approx(100 * (float(row["return"]) - low) / -low)
 
     def test_what_a_checkpoint_holds_does_not_grow_with_the_dataset(self, small: Any) -> None:
         args = small("iql", offline_steps=40, online_steps=40, retain="append")
