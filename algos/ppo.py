@@ -28,13 +28,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.acting import acting
+from common.arguments import OnlineArgs
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.errors import InputError, require_finite
 from common.evaluate import evaluate
 from common.networks import HALF_LOG_2PI, Adam, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
-from common.run import OnlineArgs, Run
+from common.run import Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 

@@ -27,12 +27,13 @@ from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
 from common.acting import acting, uniform_actions
+from common.arguments import OffPolicyArgs, OnlineArgs
 from common.checkpoint import restore, state_of
 from common.command_line import command_line
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
-from common.run import OffPolicyArgs, OnlineArgs, Run
+from common.run import Run
 from envs.make import make, make_vector, seeds
 from envs.state import get_states, set_states
 

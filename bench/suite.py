@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 import shlex
 import tomllib
 from collections import Counter
@@ -37,12 +38,17 @@ class Entry:
             if not isinstance(getattr(self, key), (kind, int) if kind is float else kind):
                 raise InputError(f"{key} is {getattr(self, key)!r}, which is no {kind.__name__}")
         for key, kind in lists.items():
-            if not all(isinstance(value, kind) and value != "" for value in getattr(self, key)):
+            given = getattr(self, key)
+            if not (isinstance(given, list) and all(isinstance(value, kind) and value != "" for value in given)):
                 raise InputError(f"{key} is {getattr(self, key)!r}: give {kind.__name__}s")
         if not (self.algo and self.envs + self.datasets and self.seeds and self.cpus > 0):
             raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
-        if min(self.gpus, self.memory, *self.seeds) < 0:
-            raise InputError("nothing in a run is below 0")
+        if not all(0 <= value < math.inf for value in (self.gpus, self.memory, *self.seeds)):
+            raise InputError("nothing in a run is below 0, or not finite")
+        try:
+            self.words = shlex.split(self.flags)  # before folders, which may hold spaces, are put in
+        except ValueError as error:
+            raise InputError(f"flags are {self.flags!r}: {error}") from None
 
 
 def read_suite(name: str) -> tuple[str, list[Entry]]:
@@ -53,10 +59,10 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
         raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise InputError(f"{path}: {error}") from None
     runs = found.pop("runs", None)
-    if found or not isinstance(runs, list) or not runs:
+    if found or not isinstance(runs, list) or not runs or not all(isinstance(each, dict) for each in runs):
         raise InputError(f"{path}: a suite is [[runs]], one or more, and nothing else")
     try:
         return path.stem, [Entry(**_as_lists(each)) for each in runs]
@@ -94,8 +100,9 @@ def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
             name = Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_").replace(":", "_")
             for seed in entry.seeds:
                 into = Path(entry.name or algo) / name / str(seed)
-                flags = entry.flags.replace("{suites}", str(folder.parent)).replace("{run}", f"{name}/{seed}")
-                fixed = (f"algos/{algo}.py", flag, task, *shlex.split(flags))
+                own = f"{name}/{seed}"
+                flags = [w.replace("{suites}", str(folder.parent)).replace("{run}", own) for w in entry.words]
+                fixed = (f"algos/{algo}.py", flag, task, *flags)
                 refuse_wrong_flags(algo, fixed)
                 yield Job((*fixed, "--seed", str(seed)), folder / into, seed, entry.cpus, entry.gpus, entry.memory)
 
@@ -105,7 +112,7 @@ def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
     if not (ROOT / command[0]).exists():
         known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
         raise InputError(f"there is no {command[0]}: give one of {known}")
-    if owned := {"--seed", "--run-dir"} & {word.split("=")[0] for word in command}:
+    if owned := {"--seed", "--run-dir", "--help", "-h"} & {word.split("=")[0] for word in command}:
         raise InputError(f"{' and '.join(sorted(owned))} in flags: the sweep itself says which")
     try:
         parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
@@ -115,7 +122,8 @@ def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
 
 def has_more_steps(before: str, now: str) -> bool:
     """Whether two of `Job.line` say the same but for more steps, which the algorithm can be given (`may_grow`)."""
-    (head, was), (other_head, becomes) = (line.split(" --run-dir ")[0].split(".py ", 1) for line in (before, now))
+    old_line, new_line = (line.split(" --run-dir ")[0] for line in (before, now))
+    (head, _, was), (other_head, _, becomes) = old_line.partition(".py "), new_line.partition(".py ")
     if head != other_head:
         return False
     kind = importlib.import_module(f"algos.{Path(head).name}").Args

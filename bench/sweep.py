@@ -26,6 +26,7 @@ import tyro
 from bench.mps import shared_card
 from bench.suite import has_more_steps, jobs, read_suite
 from bench.sweep_task import Job, Outcome, facts, run
+from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
 
@@ -82,18 +83,21 @@ class Sweep:
 
 def progress(job: Job) -> str:
     """Step and mean return of its last evaluation, where this machine can see its folder."""
-    path = job.folder / "evaluations.csv"
-    rows = [line.split(",") for line in path.read_text().splitlines()[1:]] if path.exists() else []
-    if not rows:
+    try:  # a full disk or a power cut may have torn the last row, which the run itself cuts off when it goes on
+        rows = [line.split(",") for line in (job.folder / "evaluations.csv").read_text().splitlines()[1:]]
+        returns = [float(row[2]) for row in rows if row[0] == rows[-1][0]]
+        arguments = json.loads((job.folder / "config.json").read_text())["arguments"]
+        end = arguments.get("total_steps", arguments.get("online_steps", 0))
+        return f" step {int(rows[-1][0]):,} of {end:,}, return {sum(returns) / len(returns):,.1f}"
+    except (OSError, ValueError, IndexError, KeyError):
         return ""
-    arguments = json.loads((job.folder / "config.json").read_text())["arguments"]
-    end = arguments.get("total_steps", arguments.get("online_steps", 0))
-    returns = [float(row[2]) for row in rows if row[0] == rows[-1][0]]
-    return f" step {int(rows[-1][0]):,} of {end:,}, return {sum(returns) / len(returns):,.1f}"
 
 
 def train(args: Args) -> None:
     """Runs the suite to its end. Raises RunError where a run failed: the others go on to theirs first."""
+    for flag, value, least in (("--cpus", args.cpus, 1), ("--gpus", args.gpus, 0)):
+        if value is not None and value < least:
+            raise InputError(f"{flag} is {value}: give {least} or more")
     found = jobs(*read_suite(args.suite), args.folder)
     if args.dry_run:
         sys.stdout.write("".join(f"{job.line}\n" for job in found))
@@ -124,7 +128,7 @@ def execute(sweep: Sweep, args: Args) -> None:
         } if address == "local" else {}  # fmt: skip
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **embedded)
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:
             raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
@@ -185,7 +189,8 @@ def fill(sweep: Sweep, ray: Any) -> None:
         sweep.waiting.remove(job)
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         (job.folder / "DONE").unlink(missing_ok=True)  # of a run that goes on with more steps
-        job.folder.with_suffix(".sh").write_text(f"{job.line}\n")
+        with replacing(job.folder.with_suffix(".sh")) as file:
+            file.write(f"{job.line}\n".encode())
         # Lost nodes and workers are tried anew, for ever; none is used again, where a GPU's memory could stay with it.
         options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "memory": needs["memory"] or None}
         task = ray.remote(max_retries=-1, max_calls=1, **options)(run)

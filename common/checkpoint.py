@@ -80,9 +80,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself survives a power cut only when its folder is synced
-    os.fsync(folder)
-    os.close(folder)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Which files a folder holds survives a power cut, their making and renaming, only once it is synced itself."""
+    number = os.open(folder, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
 
 
 def refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:

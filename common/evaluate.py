@@ -7,7 +7,10 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import RunError
+
 Act = Callable[[NDArray[Any]], NDArray[np.float32]]
+LONGEST = 100_000  # steps of an episode: nobody would see that one never ends
 
 
 class Episode(NamedTuple):
@@ -24,7 +27,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
     """One episode in each environment, all stepped together: `act` maps obs [n, obs_dim] to actions [n, action_dim].
 
     Every call resets with the same seeds, so that evaluations differ by the policy alone, leave no state behind, and
-    change nothing in training however often they are done.
+    change nothing in training however often they are done. Raises RunError where an episode does not end.
     """
     obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), np.int64)
@@ -39,5 +42,10 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])
             going_on[k] = not (terminated or truncated)
+        if lengths.max() >= LONGEST:
+            raise RunError(
+                f"an episode of the evaluation did not end in {LONGEST:,} steps: register the environment with "
+                "max_episode_steps"
+            )
         running = running[going_on]
     return [Episode(*episode) for episode in zip(returns.tolist(), lengths.tolist(), successes, strict=True)]

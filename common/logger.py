@@ -127,8 +127,13 @@ class Logger:
         self._write(values)
 
     def log_evaluation(self, episodes: list[Episode]) -> None:
-        """Writes one row an episode to `evaluations.csv`, and their means everywhere else."""
+        """Writes one row an episode to `evaluations.csv`, and their means everywhere else.
+
+        Raises RunError where a return is not finite.
+        """
         returns = np.array([episode.return_ for episode in episodes])
+        if not np.isfinite(returns).all():
+            raise RunError(f"a return in the evaluation at step {self.step:,} is not finite: the environment's rewards")
         scores = self.score(returns) if self.score else None
         rows = [
             (self.step, i, e.return_, e.length, "" if e.success is None else int(e.success),

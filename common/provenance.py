@@ -1,5 +1,6 @@
 """What made a result: versions, commit and hardware."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -13,8 +14,11 @@ import torch
 
 
 def versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "gymnasium", "mujoco", "numpy")}
-    return {"python": platform.python_version()} | packages
+    found = {"python": platform.python_version()}
+    for name in ("torch", "gymnasium", "mujoco", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # classic control needs no mujoco
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def commit() -> str:

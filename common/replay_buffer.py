@@ -12,6 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from common.checkpoint import sync
 from common.errors import InputError, require_finite
 
 
@@ -164,6 +165,7 @@ class ReplayBuffer:
                 os.fsync(file.fileno())
             self._segments[-1] = _Segment(segment.first, last - segment.first, zlib.crc32(rows, segment.checksum))
             first = last
+        sync(folder)
         self._saved = self.added
         self._segments = [segment for segment in self._segments if segment.end > self.added - self.capacity]
         return {"added": self.added, "widths": list(self.widths), "segments": [list(s) for s in self._segments]}

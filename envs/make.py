@@ -55,6 +55,14 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
         return told
 
 
+class InBounds(gym.ActionWrapper[Array, Array, Array]):
+    """Actions that rounding took out of the environment's box, as rescaling does, are put back to its bounds."""
+
+    def action(self, action: Array) -> Array:
+        box: Any = self.action_space
+        return np.clip(action, box.low, box.high)
+
+
 def make(env_id: str, **kwargs: Any) -> ExactState:
     """The environment `env_id` ("Name-v0", or "module:Name-v0" to import its module first), ready for an agent.
 
@@ -84,7 +92,7 @@ def make(env_id: str, **kwargs: Any) -> ExactState:
     box: Any = env.action_space
     if (box.low != -1).any() or (box.high != 1).any():
         one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
-        env = RescaleAction(env, -one, one)
+        env = RescaleAction(InBounds(env), -one, one)
     return ExactState(Uniform(env))
 
 
@@ -195,6 +203,8 @@ def _check_spaces(env: Env, env_id: str) -> None:
             f"The actions of {env_id} are unbounded, {actions}, and cannot be rescaled from [-1, 1].\n"
             "Register it with an action space whose low and high are finite."
         )
+    if (actions.low >= actions.high).any():
+        raise InputError(f"The actions of {env_id} are {actions}: low and high must differ everywhere.")
     if isinstance(flat, Dict) and flat.is_np_flattenable:
         flat = gym.spaces.flatten_space(flat)
     if not isinstance(flat, Box) or len(flat.shape) != 1:

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import checkpoint
+from common.arguments import OffPolicyArgs
 from common.errors import InputError
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
-from common.run import OffPolicyArgs, Run
+from common.run import Run
 from offline.dataset import load, read
 from offline.scores import normalized, reference
 

@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothin
 import torch
 
 from common import checkpoint
+from common.arguments import RunArgs
 from common.replay_buffer import Batch, ReplayBuffer
-from common.run import RunArgs
 
 # A shell's background job ignores Ctrl-C, and so would every program that the tests start, those of Ctrl-C too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

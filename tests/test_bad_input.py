@@ -1,6 +1,7 @@
 """Every bad input ends with 2, every failed run with 1: one or two lines that name the cure, nothing half-written."""
 
 import dataclasses
+import importlib.metadata
 import json
 import resource
 import signal
@@ -18,6 +19,7 @@ import torch
 from conftest import OFFLINE, PENDULUM, ROOT, command, every_algorithm, final_state, flags, killed_at, module, same
 
 from common.command_line import command_line
+from common.provenance import versions
 
 
 class Broken(gym.Env[Any, Any]):
@@ -90,6 +92,8 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
         (["--vectorizer", "envpool", "--env", "Humanoid-v4"], ["Humanoid-v4", "--vectorizer sync", "Hopper-v4"]),
         (["--run-dir", "/proc/no/such"], ["/proc/no/such", "--run-dir"]),
         (["--run-dir", "/dev/null"], ["/dev/null", "--run-dir"]),
+        (["--run-dir", "x" * 300], ["File name too long", "--run-dir"]),
+        (["--seed", str(2**64)], [f"--seed is {2**64}"]),
     ],
 )
 def test_bad_flags(
@@ -274,6 +278,19 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
     result = command(*arguments, env=environ)
     assert result.returncode == 0
     assert result.stderr.count("does not replay bit for bit") == 1
+
+
+def test_versions_without_a_package_that_not_every_task_needs(monkeypatch: pytest.MonkeyPatch):
+    version = importlib.metadata.version
+
+    def without_mujoco(name: str) -> str:
+        if name == "mujoco":
+            raise importlib.metadata.PackageNotFoundError
+        return version(name)
+
+    everything = versions()
+    monkeypatch.setattr(importlib.metadata, "version", without_mujoco)
+    assert versions() == {name: found for name, found in everything.items() if name != "mujoco"}
 
 
 @every_algorithm

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import ROOT, command, every_algorithm, final_state, flags, killed_at, module, replay_bytes, same
 
+from common.arguments import RunArgs
 from common.cuda import SHARE
 from common.replay_buffer import ReplayBuffer
-from common.run import RunArgs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from conftest import every_algorithm, final_state, module, replay_bytes, same
 
-from common.run import RunArgs
+from common.arguments import RunArgs
 from envs.make import make, seeds
 
 

@@ -133,6 +133,7 @@ REFUSED = {
     "json:Thing-v0": "no environment json:Thing-v0",
     "Unbounded-v0": "unbounded",
     "HalfBounded-v0": "unbounded",
+    "NoChoice-v0": "must differ",
     "Whole-v0": "continuous",
     "Matrix-v0": "continuous",
     "Pixels-v0": "observations of Pixels-v0",
@@ -143,6 +144,33 @@ REFUSED = {
 }
 
 
+class Strict(Odd):
+    """Takes no action outside of its box, the bounds of which float32 does not meet again when it rescales."""
+
+    def __init__(self) -> None:
+        bounds = np.random.default_rng(0).uniform(-3, 3, (2, 200)).astype(np.float32)
+        super().__init__(Box(bounds.min(0), bounds.max(0)))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        box: Any = self.action_space
+        assert (action >= box.low).all()
+        assert (action <= box.high).all()
+        return np.zeros(2, np.float32), float(np.abs(action - box.low).max()), False, False, {}
+
+
+def test_no_action_leaves_the_box_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    monkeypatch.setattr(gym, "registry", gym.envs.registration.registry)
+    gym.register("Strict-v0", Strict)
+    env = make("Strict-v0")
+    env.reset(seed=1)
+    assert env.step(np.full(200, -1.0, np.float32))[1] == pytest.approx(0.0, abs=1e-6)
+    env.step(np.ones(200, np.float32))
+
+
 @pytest.mark.parametrize("env_id", REFUSED)
 def test_refusals_take_two_lines_and_name_the_cure(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
@@ -151,6 +179,7 @@ def test_refusals_take_two_lines_and_name_the_cure(env_id: str, monkeypatch: pyt
     odd = {
         "Unbounded": {"actions": Box(-np.inf, np.inf, (2,))},
         "HalfBounded": {"actions": Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))},
+        "NoChoice": {"actions": Box(np.array([-1, 0], np.float32), np.array([1, 0], np.float32))},
         "Whole": {"actions": Box(0, 3, (2,), np.int64)},
         "Matrix": {"actions": Box(-1, 1, (2, 2))},
         "Pixels": {"obs": Box(0, 255, (8, 8, 3), np.uint8)},

@@ -4,8 +4,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from common.errors import RunError
 from common.evaluate import Episode, evaluate
 from envs.make import make
 
@@ -34,6 +36,13 @@ def test_each_episode_ends_by_itself_and_gets_its_own_actions():
     seeds = [0, 1, 2, 3, 13, 5]
     episodes = evaluate(lambda obs: 2 * obs, [Countdown() for _ in seeds], seeds)
     assert episodes == [Episode(float(s % 7 + 1), s % 7 + 1, s % 7 + 1 >= 3) for s in seeds]
+
+
+def test_an_episode_without_end_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("common.evaluate.LONGEST", 5)
+    assert evaluate(lambda obs: 2 * obs, [Countdown()], [3])[0].length == 4
+    with pytest.raises(RunError, match=r"did not end in 5 steps: .*max_episode_steps"):
+        evaluate(lambda obs: 2 * obs, [Countdown(), Countdown()], [3, 6])
 
 
 class PaysAtTheEnd(Countdown):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import OFFLINE, ROOT, SMALL, module
 
-from common.run import OnlineArgs, RunArgs
+from common.arguments import OnlineArgs, RunArgs
 from offline.switch import OfflineArgs
 
 
@@ -21,7 +21,7 @@ def attributes_read(path: Path) -> set[str]:
 def test_every_flag_is_read_somewhere(algorithm: str):
     """No dead flags."""
     module = __import__(f"algos.{algorithm}", fromlist=["Args"])
-    files = [ROOT / "algos" / f"{algorithm}.py", ROOT / "common" / "run.py"]
+    files = [ROOT / "algos" / f"{algorithm}.py", *(ROOT / "common" / f"{name}.py" for name in ("arguments", "run"))]
     files += [ROOT / "offline" / "switch.py"] if algorithm in OFFLINE else []
     read = set().union(*map(attributes_read, files))
     assert {field.name for field in dataclasses.fields(module.Args)} <= read
@@ -29,8 +29,8 @@ def test_every_flag_is_read_somewhere(algorithm: str):
 
 @pytest.mark.parametrize("algorithm", sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
 def test_every_flag_is_documented_by_its_docstring(algorithm: str):
-    shared = [("common/run.py", "RunArgs"), ("common/run.py", "OnlineArgs"), ("offline/switch.py", "OfflineArgs")]
-    for file, name in [(f"algos/{algorithm}.py", "Args"), *shared]:
+    shared = [("common/arguments.py", name) for name in ("RunArgs", "OffPolicyArgs", "OnlineArgs")]
+    for file, name in [(f"algos/{algorithm}.py", "Args"), ("offline/switch.py", "OfflineArgs"), *shared]:
         path = ROOT / file
         (tree,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
         body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]

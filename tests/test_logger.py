@@ -94,6 +94,15 @@ def test_a_non_finite_loss_ends_the_run(tmp_path: Path, bad: float):
         logger.log({"losses/critic": torch.tensor(bad)})
 
 
+def test_a_non_finite_return_ends_the_run_and_is_not_written(tmp_path: Path):
+    logger = Logger(tmp_path, (0, 100), 1, None)
+    steps(logger, 5)
+    with pytest.raises(RunError, match="return in the evaluation at step 5 is not finite"):
+        logger.log_evaluation([Episode(1.0, 10, None), Episode(float("nan"), 10, None)])
+    logger.close()
+    assert len((tmp_path / "evaluations.csv").read_text().splitlines()) == 1
+
+
 def test_times_are_medians_of_the_interval(tmp_path: Path):
     logger = Logger(tmp_path, (0, 100), 1, None)
     for _ in range(3):

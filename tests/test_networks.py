@@ -255,7 +255,7 @@ def test_polyak():
 def test_a_run_flushes_denormal_numbers():
     """In every thread of PyTorch: else a long run slows down several times as its units die."""
     code = (
-        "import torch; from common.run import OnlineArgs, Run\n"
+        "import torch; from common.arguments import OnlineArgs; from common.run import Run\n"
         "Run('x', OnlineArgs(env='Pendulum-v1'))\n"
         "torch.set_num_threads(2)\n"
         "assert not (torch.full((1_000_000,), 1e-38) * 0.1).any()\n"

@@ -24,6 +24,7 @@ from conftest import (
 )
 
 from common.errors import InputError
+from common.run import Run
 
 
 def assert_same_run(killed: Path, undisturbed: Path) -> None:
@@ -197,6 +198,37 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small, capsys: 
     with pytest.raises(SystemExit, match="0"):
         module("sac").train(small())
     assert "finished (400 steps)" in capsys.readouterr().err
+
+
+def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small, capsys: pytest.CaptureFixture[str]):
+    module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
+    path = small().run_dir / "config.json"
+    config = json.loads(path.read_text())
+    del config["arguments"]["hidden"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="0"):
+        module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
+    assert "finished (2 steps)" in capsys.readouterr().err
+
+
+def test_a_run_that_another_command_made_meanwhile_is_not_taken_over(small):
+    """Between the first look at the folder and its lock, environments and datasets are made."""
+    waiting = Run("sac", small(gamma=0.9))
+    module("sac").train(small(gamma=0.5))
+    with pytest.raises(InputError, match=r"gamma \(0.5 there, 0.9 here\)"):
+        waiting.open()
+
+
+def test_what_a_checkpoint_needs_is_on_the_disk_before_it(small, monkeypatch: pytest.MonkeyPatch):
+    """Also that its files are there: a folder forgets new ones in a power cut until it is synced itself."""
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    args = small()
+    module("sac").train(args)
+    before = synced[: synced.index(str(args.run_dir / "checkpoint" / "state.pt.part"))]
+    assert str(args.run_dir / "checkpoint" / "replay") in before
+    assert before.count(str(args.run_dir)) == 2  # with config.json alone, and with the logs and checkpoint/
 
 
 @every_algorithm

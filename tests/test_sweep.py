@@ -94,12 +94,37 @@ class TestSuites:
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--criticcs 2'", "perhaps --critics"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--gamma 2'", "--gamma is 2.0"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--seed=2'", "--seed in flags"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--help'", "--help in flags"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--gamma \"2'", "No closing quotation"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 4", "envs is 4"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = nan", "not finite"),
+            ("runs = [1, 2]", r"\[\[runs\]\], one or more"),
             ("[[runs]]\nalgo = 'sac'\nenvs = ['Hopper-v4', 'Hopper-v4']", "two runs would go into"),
         ],
     )
     def test_what_cannot_work_is_refused_before_anything_runs(self, suite, text: str, said: str):
         with pytest.raises(InputError, match=said):
             commands(suite(text))
+
+    def test_a_folder_is_no_suite(self, tmp_path: Path):
+        (tmp_path / "a.toml").mkdir()
+        with pytest.raises(InputError, match="Is a directory"):
+            read_suite(str(tmp_path / "a.toml"))
+
+    @pytest.mark.parametrize("flag", ["cpus", "gpus"])
+    def test_as_many_of_them_as_nobody_has(self, suite, flag: str):
+        with pytest.raises(InputError, match=f"--{flag} is -1"):
+            sweep.train(Args(suite(RUN.format(steps=1, seeds=1)), **{flag: -1}))
+
+    def test_folders_with_spaces(self, suite):
+        path = suite("""
+            [[runs]]
+            algo = "iql"
+            datasets = "a.hdf5"
+            flags = "--init-from {suites}/b/{run}"
+        """)
+        (job,) = jobs(*read_suite(path), Path("/my runs"))
+        assert job.command[3:5] == ("--init-from", "/my runs/b/a/1")
 
     def test_unknown_suites_are_told_with_those_that_are_there(self):
         with pytest.raises(InputError, match=r"give one of .*smoke"):
@@ -159,6 +184,29 @@ class TestSuites:
         else:
             with pytest.raises(InputError, match="made by another command"):
                 is_done(new)
+
+
+@pytest.mark.parametrize("torn", ["", "algos", "\0\0\0", "OMP_NUM_THREADS=1 python algos/sac.p"])
+def test_a_torn_record_of_the_command_is_one_of_another(torn: str, tmp_path: Path):
+    (tmp_path / "1.sh").write_text(torn)
+    with pytest.raises(InputError, match="made by another command"):
+        is_done(Job(("algos/sac.py",), tmp_path / "1", 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("0,0,1.0,9,,\n0,1,3.0,9,,\n", " step 0 of 500, return 2.0"),
+        ("0,0,1.0,9,,\n500,11,", ""),
+        ("0,0,1.0,9,,\n500", ""),
+        ("\0\0\0", ""),
+        ("", ""),
+    ],
+)
+def test_progress_of_a_run_whose_last_row_is_torn(rows: str, said: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"arguments": {"total_steps": 500}}')
+    (tmp_path / "evaluations.csv").write_text(f"step,episode,return,length,success,normalized_score\n{rows}")
+    assert sweep.progress(Job(("algos/sac.py",), tmp_path, 1)) == said
 
 
 class FakeRay:

@@ -1,0 +1,94 @@
+"""What every algorithm can be told on the command line, checked before anything starts."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from common.errors import InputError
+
+
+@dataclasses.dataclass
+class RunArgs:
+    """What every algorithm takes. Numbers are above 0, but for those that a class says may be 0, or of any sign."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("seed",)
+    any_sign: ClassVar[tuple[str, ...]] = ()
+    may_grow: ClassVar[tuple[str, ...]] = ()  # what a run can be given more of: nothing before its end depends on it
+
+    env: str = "HalfCheetah-v4"
+    """Gymnasium id of the environment."""
+    seed: int = 1
+    """Fixes everything random: networks, exploration, environments, batches."""
+    num_envs: int = 1
+    """Environments stepped together."""
+    vectorizer: Literal["sync", "async", "envpool"] = "sync"
+    """How: one after another, each in a process of its own, or in the threads of EnvPool (docs/environments.md)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where networks and replay buffer live; auto takes CUDA when it is there."""
+    compile: bool = False
+    """Run the update through torch.compile."""
+    cuda_graph: bool = True
+    """On CUDA, run the update, and acting, as captured graphs, which launch all their kernels at once."""
+    run_dir: Path | None = None
+    """Run folder; runs/<algorithm>__<env or dataset>__<seed> unless given."""
+    eval_every: int = 5_000
+    """Environment steps between evaluations."""
+    eval_episodes: int = 10
+    """Episodes of an evaluation, from the same starts each time; the policy is deterministic, but for EXPO's."""
+    checkpoint_every: int = 10_000
+    """Environment steps between checkpoints."""
+    track: bool = False
+    """Log to Weights & Biases too."""
+
+    @property
+    def task(self) -> str:
+        """What is learned, for the run's name."""
+        return self.env
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first step and the last; environment steps are positive, gradient steps on a dataset alone negative."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        allowed = {name for base in type(self).__mro__ for name in vars(base).get("may_be_zero", ())}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            flag = "--" + field.name.replace("_", "-")
+            if isinstance(value, tuple) and not (value and min(value) > 0):
+                raise InputError(f"{flag} is {value}: give one or more numbers above 0")
+            if isinstance(value, int) and value >= 2**63:
+                raise InputError(f"{flag} is {value}: give a number below 2^63")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if field.name in self.any_sign and math.isfinite(value):
+                    continue
+                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in allowed):
+                    raise InputError(f"{flag} is {value}: give a number above 0")
+                if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau", "gae_lambda", "top"):
+                    raise InputError(f"{flag} is {value}: give a number in (0, 1]")
+                if value >= 1 and field.name in ("dropout", "expectile"):
+                    raise InputError(f"{flag} is {value}: give a number below 1")
+
+
+@dataclasses.dataclass
+class OffPolicyArgs(RunArgs):
+    """What every algorithm takes that learns while it acts."""
+
+    may_grow: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
+
+    overlap: bool | None = None
+    """Act before the last step's updates instead of behind them, so that the device learns while the environment
+    steps: on CUDA unless given."""
+
+
+@dataclasses.dataclass
+class OnlineArgs(RunArgs):
+    """What every algorithm takes that learns from its environment alone."""
+
+    total_steps: int = 1_000_000
+    """Environment steps, those of all environments added up."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return 0, self.total_steps
