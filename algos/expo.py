@@ -342,7 +342,6 @@ def train(args: Args) -> None:
         lambda online: agent.update(switch.sample(sizes[online], online, agent.generator), online), agent.generator
     )
     act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
-
     base = ("base", "base_average", "base_optimizer")
     switch.begin(agent, obs_dim, action_dim, parts=base, alike=("policy", "denoising_steps", "width", "blocks"))
     saved = switch.open(run)
@@ -356,6 +355,7 @@ def train(args: Args) -> None:
 
     metrics: Metrics = {}
     random_steps = 0 if args.offline_steps or args.init_from else args.random_steps or 0
+    run.warn_if_idle(random_steps, "--random-steps")
 
     def learn() -> None:
         """What belongs to the last step: the base policy alone in pre-training; nothing while data are collected."""

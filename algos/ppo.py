@@ -106,7 +106,7 @@ class Minibatch(NamedTuple):
     obs: Tensor  # normalised
     actions: Tensor
     log_probs: Tensor  # of the policy that acted
-    values: Tensor  # before the round's updates
+    values: Tensor  # by the value function that gave the advantages
     advantages: Tensor
 
 

@@ -171,6 +171,7 @@ def train(args: Args) -> None:
 
     saved = run.open()
     run.logger.say(str(buffer))
+    run.warn_if_idle(args.learning_starts, "--learning-starts")
     if saved:
         restore(agent, saved["agent"])
         buffer.load(run.folder / "checkpoint" / "replay", saved["buffer"])

@@ -130,6 +130,13 @@ class Run:
         before = step - (self.steps_between if step > 0 else 1)
         return step // every > before // every or step >= self.last_step
 
+    def warn_if_idle(self, steps: int, flag: str) -> None:
+        """Says so where the whole run is within the environment steps before anything is learned."""
+        if 0 < self.last_step <= steps:
+            self.logger.say(
+                f"warning: nothing is learned in {self.last_step:,} environment steps: {flag} are {steps:,}"
+            )
+
     def warn_inexact(self, exact: list[bool]) -> None:
         """Says so, and counts anew, where an environment [num_envs] is not back in the very state that was saved."""
         if all(exact):

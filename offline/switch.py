@@ -262,9 +262,8 @@ class Switch:
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
             f"evaluated in {self.env}"
         )
-        warms_up = self.args.retain == "none" or self._algo == "wsrl"  # which does whatever is retained
-        if warms_up and 0 < self.args.online_steps <= self.args.warmup_steps:
-            run.logger.say("warning: nothing is learned online: --online-steps end within --warmup-steps")
+        if self.args.retain == "none" or self._algo == "wsrl":  # which warms up whatever is retained
+            run.warn_if_idle(self.args.warmup_steps, "--warmup-steps")
         if saved:
             if saved["dataset"] != self._fingerprint:
                 raise InputError(

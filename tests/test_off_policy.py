@@ -1,5 +1,6 @@
 """What SAC and TD3 share: a known answer, honest steps, a real environment."""
 
+import csv
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,22 @@ def test_updates_for_each_environment_step(
     module(algo).train(small(algo, utd=utd, num_envs=num_envs, total_steps=440, learning_starts=40))
     assert len(updates) == utd * 400
     assert sum(len(parts[2]) for parts in added) == 440
+
+
+@pytest.mark.parametrize(
+    ("algo", "flag"), [("sac", "learning_starts"), ("td3", "learning_starts"), ("expo", "random_steps")]
+)
+@pytest.mark.parametrize("steps", [40, 41])
+def test_a_run_too_short_to_learn_says_so(
+    algo: str, flag: str, steps: int, small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+):
+    asked = {"online_steps": steps, "offline_steps": 0} if algo == "expo" else {"total_steps": steps}
+    args = small(algo, **asked, **{flag: 40})
+    module(algo).train(args)
+    said = f"nothing is learned in 40 environment steps: --{flag.replace('_', '-')} are 40"
+    assert (said in capsys.readouterr().err) is (steps == 40)
+    rows = csv.DictReader((args.run_dir / "metrics.csv").open())
+    assert any(row["name"] == "losses/critic" for row in rows) is (steps == 41)
 
 
 @off_policy

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,13 @@ def test_value_loss_equals_an_independent_formula(value_clip: bool):
     assert agent.value_loss(batch).item() == pytest.approx(errors.mean(), rel=1e-5)
 
 
-def test_step_clips_the_gradient_over_all_parameters():
-    """Against torch's own clipping and Adam."""
-    agent, batch = make_agent(value_coefficient=0.5), make_batch()
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 3.0])
+def test_step_clips_the_gradient_over_all_parameters(entropy_coefficient: float):
+    """Against torch's own clipping, Adam and entropy, which is a bonus."""
+    agent, batch = make_agent(value_coefficient=0.5, entropy_coefficient=entropy_coefficient), make_batch()
     ours = [*agent.actor.parameters(), *agent.critic.parameters()]
-    loss = agent.policy_loss(batch) + 0.5 * agent.value_loss(batch)
+    normal = torch.distributions.Normal(torch.zeros(2), agent.actor.log_std.exp())
+    loss = agent.policy_loss(batch) + 0.5 * agent.value_loss(batch) - entropy_coefficient * normal.entropy().sum()
     copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
     for copy, gradient in zip(copies, torch.autograd.grad(loss, ours), strict=True):
         copy.grad = gradient
@@ -137,6 +140,48 @@ def test_step_clips_the_gradient_over_all_parameters():
     agent.step(batch)
     for got, expected in zip(ours, copies, strict=True):
         torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_a_gradient_step_gets_of_a_round(recompute: bool):
+    """Normalised observations, scaled rewards, and advantages by the critic as each epoch finds it, or the first."""
+    rng = np.random.default_rng(3)
+    agent = PPO(Args(**(SMALL["ppo"] | {"num_envs": 2, "epochs": 2, "minibatch_size": 10, "gamma": 0.9,
+                     "gae_lambda": 0.8, "recompute_advantages": recompute})), 3, 2, torch.device("cpu"))  # fmt: skip
+    earlier = rng.normal(2.0, 3.0, (500, 3)).astype(np.float32)
+    agent.obs_normalizer.update(torch.from_numpy(earlier))
+    nobody = np.zeros((50, 2), bool)
+    agent.reward_scaler(rng.normal(0.0, 20.0, (50, 2)).astype(np.float32), nobody)
+    agent.optimizer.lr = 0.05
+    obs, next_obs = rng.normal(2.0, 3.0, (2, 15, 2, 3)).astype(np.float32)
+    actions = rng.normal(size=(15, 2, 2)).astype(np.float32)
+    rewards = rng.normal(0.0, 20.0, (15, 2)).astype(np.float32)
+    terminations, truncations = np.zeros((2, 15, 2), bool)
+    terminations[4, 0] = truncations[9, 1] = True
+    scaled = deepcopy(agent.reward_scaler)(rewards, terminations | truncations)
+    assert np.abs(scaled).max() < 0.5 * np.abs(rewards).max()
+    got: list[Minibatch] = []
+    critics = []
+
+    def step(batch: Minibatch) -> ppo.Metrics:
+        if len(got) % 3 == 0:
+            critics.append(deepcopy(agent.critic.net))
+        got.append(batch)
+        return agent.step(batch)
+
+    agent.update(Rollout(obs, actions, rewards, next_obs, terminations, truncations), step)
+    assert len(got) == 6
+    low_high = lambda x: np.clip((x - earlier.mean(0)) / earlier.std(0), -10, 10).reshape(-1, 3)  # noqa: E731
+    for epoch in range(2):
+        parts = [torch.cat(part).numpy() for part in zip(*got[3 * epoch : 3 * epoch + 3], strict=True)]
+        place = np.argsort(parts[1][:, 0])[np.argsort(np.argsort(actions.reshape(-1, 2)[:, 0]))]
+        by = critics[epoch if recompute else 0]
+        values, new = (forward(by, low_high(part)).reshape(15, 2) for part in (obs, next_obs))
+        expected = brute_force(scaled, values, new, terminations, terminations | truncations)
+        for found, wanted in ((parts[1], actions.reshape(-1, 2)), (parts[0], low_high(obs)),
+                              (parts[3], values.ravel()), (parts[4], expected.ravel())):  # fmt: skip
+            np.testing.assert_allclose(found[place], wanted, rtol=2e-3, atol=2e-3)
+    assert not np.allclose(forward(critics[0], low_high(obs)), forward(critics[1], low_high(obs)), atol=0.02)
 
 
 def test_statistics_of_observations_move_between_rounds_only(small, monkeypatch: pytest.MonkeyPatch):

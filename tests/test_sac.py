@@ -44,6 +44,16 @@ def noise_of(agent: SAC, size: int) -> Array:
     return torch.randn(size, 2, generator=generator).double().numpy()
 
 
+@pytest.mark.parametrize(("bias", "bound"), [(-19.0, None), (-30.0, -20.0), (1.9, None), (5.0, 2.0)])
+def test_log_deviation_is_held_in_wide_bounds(bias: float, bound: float | None):
+    agent = make_agent()
+    with torch.no_grad():
+        agent.actor.net[-1].weight.zero_()
+        agent.actor.net[-1].bias[2:] = bias
+    found = agent.actor(torch.zeros(1, 3, dtype=torch.float64)).log_std
+    torch.testing.assert_close(found, torch.full((1, 2), bias if bound is None else bound, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("critics", [1, 2, 5])
 def test_critic_loss_equals_an_independent_formula(critics: int):
     agent, batch = make_agent(critics=critics), make_batch()

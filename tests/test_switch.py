@@ -354,7 +354,7 @@ class TestRuns:
         rows = csv.DictReader((args.run_dir / "metrics.csv").open())
         steps = {int(row["step"]) for row in rows if row["name"].startswith("losses/")}
         assert steps == {0}
-        assert "nothing is learned online" in capsys.readouterr().err
+        assert "nothing is learned in 1,000 environment steps: --warmup-steps are 1,000" in capsys.readouterr().err
 
     def test_another_dataset_at_resume_is_refused(self, small: Any, tmp_path: Path) -> None:
         path = tmp_path / "data.hdf5"
