@@ -126,14 +126,14 @@ class Contender:
 
     def run_slice(self, round_: int, seconds: float) -> Slice:
         """One slice, measured from standstill to standstill: nothing is done outside the time it is charged for."""
-        steps, cpu, machine = self.steps(), self.cpu_seconds(), _busy_seconds()
+        steps, cpu, machine = self.steps(), self.cpu_seconds(), busy_seconds()
         start = time.perf_counter()
         self.resume()
         time.sleep(seconds)
         self.stop()
         wall = time.perf_counter() - start
         own = self.cpu_seconds() - cpu
-        others = max(_busy_seconds() - machine - own, 0.0)
+        others = max(busy_seconds() - machine - own, 0.0)
         return Slice(round_, self.name, self.steps() - steps, wall, own / wall, others / wall)
 
     def threads(self) -> int:
@@ -152,7 +152,8 @@ def _status(process: psutil.Process) -> str:
         return str(psutil.STATUS_ZOMBIE)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
+    """Processor time of everybody on this machine so far."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.nice)
 

@@ -16,7 +16,7 @@ import gymnasium
 import torch
 import torch.nn.functional as F
 from gymnasium.spaces import flatdim
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.step_counter import claim_slot
 from common.onednn import keep_freed_memory
@@ -35,9 +35,10 @@ def make_agent(obs_dim: int, action_dim: int) -> Any:
 
 
 @torch.no_grad()
-def noise_in(net: nn.Module, obs: Tensor, noisy: Tensor, k: int) -> Tensor:
-    """`common.denoiser.Denoiser`, row by row: obs [batch, obs_dim] and noisy [batch, action_dim] at time k."""
-    w = dict(net.named_parameters())
+def noise_in(w: dict[str, Tensor], blocks: int, obs: Tensor, noisy: Tensor, k: int) -> Tensor:
+    """`common.denoiser.Denoiser` of these weights, row by row: obs [batch, obs_dim] and noisy [batch, action_dim] at
+    time k.
+    """
 
     def dense(x: Tensor, name: str) -> Tensor:
         return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
@@ -45,18 +46,19 @@ def noise_in(net: nn.Module, obs: Tensor, noisy: Tensor, k: int) -> Tensor:
     angles = 2.0 * math.pi * torch.full((len(obs), 1), float(k)) * w["frequencies"]
     embedding = dense(F.silu(dense(torch.cat([angles.cos(), angles.sin()], -1), "of_time.0")), "of_time.2")
     stream = dense(torch.cat([noisy, obs, embedding], -1), "first")
-    for i in range(len(net.blocks)):  # type: ignore[arg-type]
+    for i in range(blocks):
         norm = F.layer_norm(stream, stream.shape[-1:], w[f"blocks.{i}.norm.weight"], w[f"blocks.{i}.norm.bias"], 1e-6)
         stream = stream + dense(F.silu(dense(norm, f"blocks.{i}.up")), f"blocks.{i}.down")
     return dense(F.silu(stream), "last")
 
 
-def one_sample(agent: Any, obs: Tensor) -> Tensor:
-    """An action of the base policy for each state: [batch, action_dim]."""
+def one_sample(agent: Any, w: dict[str, Tensor], obs: Tensor) -> Tensor:
+    """An action of the base policy, whose weights are `w`, for each state: [batch, action_dim]."""
     x = torch.randn(len(obs), agent.action_dim)
     for k in reversed(range(agent.T)):
         beta, alpha_bar = agent.betas[k], agent.alpha_bars[k]
-        x = (x - beta / torch.sqrt(1 - alpha_bar) * noise_in(agent.base, obs, x, k)) / torch.sqrt(1 - beta)
+        noise = noise_in(w, len(agent.base.blocks), obs, x, k)
+        x = (x - beta / torch.sqrt(1 - alpha_bar) * noise) / torch.sqrt(1 - beta)
         if k > 0:
             x = x + torch.sqrt(beta) * torch.randn_like(x)
         x = torch.clamp(x, -1, 1)
@@ -65,8 +67,9 @@ def one_sample(agent: Any, obs: Tensor) -> Tensor:
 
 def loop(agent: Any, obs: Tensor) -> Tensor:
     """The samples of all updates, [base_samples, batch, action_dim]."""
-    updates = obs.split(agent.args.batch_size)
-    return torch.cat([torch.stack([one_sample(agent, part) for _ in range(agent.base_samples)]) for part in updates], 1)
+    w, updates = dict(agent.base.named_parameters()), obs.split(agent.args.batch_size)
+    drawn = [torch.stack([one_sample(agent, w, part) for _ in range(agent.base_samples)]) for part in updates]
+    return torch.cat(drawn, 1)
 
 
 def batch(agent: Any, obs: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
-"""The matrix products of one update and nothing else, over and over: what no implementation in PyTorch gets below.
+"""The matrix products of one update and nothing else, over and over: what no update gets below that makes all of them.
 
 `python bench/floor.py sac|cql|wsrl <environment id>` runs until killed; it counts updates as a counted environment
 counts steps. Activations, losses, biases, sampling, optimiser and target update are left out. What remains is listed
 product by product below; for each the fastest of several ways to compute it on this machine is taken.
+
+They are those of the losses as they are written. Where the smallest critic's value alone counts, ours computes the
+gradient of that critic's rows alone (`common/onednn.py`), and spares up to 18 % of WSRL's operations, 6 % of SAC's.
 """
 
 import sys

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from bench.alternate import Contender, Slice, contest
+from bench.alternate import Contender, Slice, busy_seconds, contest
 from bench.machine import processor, versions
 from bench.rounds import write_rounds
 from bench.speed import FOREVER, LEARNING_STARTS, ROOT, WARM_UP_TIMEOUT, environment, has_losses
@@ -41,7 +41,7 @@ class Args:
 
 def together(side: str, runs: list[Contender], round_: int, seconds: float) -> Slice:
     """One slice of all these runs at once, from standstill to standstill; their steps and cores are summed."""
-    steps, cpu = sum(run.steps() for run in runs), sum(run.cpu_seconds() for run in runs)
+    steps, cpu, machine = sum(run.steps() for run in runs), sum(run.cpu_seconds() for run in runs), busy_seconds()
     start = time.perf_counter()
     for run in runs:
         run.resume()
@@ -49,8 +49,9 @@ def together(side: str, runs: list[Contender], round_: int, seconds: float) -> S
     for run in runs:
         run.stop()
     wall = time.perf_counter() - start
-    cores = (sum(run.cpu_seconds() for run in runs) - cpu) / wall
-    return Slice(round_, side, sum(run.steps() for run in runs) - steps, wall, cores, 0.0)
+    own = sum(run.cpu_seconds() for run in runs) - cpu
+    others = max(busy_seconds() - machine - own, 0.0)
+    return Slice(round_, side, sum(run.steps() for run in runs) - steps, wall, own / wall, others / wall)
 
 
 def main(args: Args) -> None:

@@ -10,7 +10,7 @@ Online: the same environment, networks, batch, number of critics, updates per st
 counted inside the environment (`bench/step_counter.py`). Offline: the same dataset, networks, batch, number of critics
 and of sampled actions, no evaluation; a step is a gradient step, which includes sampling the batch. Everything else is
 each program's default, its logging included. The programs run in alternation (`bench/alternate.py`), and the update's
-bare matrix products (`bench/floor.py`) run as one more contender: the time nobody's update gets below.
+bare matrix products (`bench/floor.py`) run as one more contender.
 """
 
 import csv

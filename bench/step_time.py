@@ -8,6 +8,7 @@ there), and what the device did meanwhile: how long it was busy, with how many k
 """
 
 import contextlib
+import json
 import runpy
 import sys
 import tempfile
@@ -30,20 +31,25 @@ class Watch:
     def __init__(self, first: int, steps: int) -> None:
         self.first, self.last = first, first + steps
         self.profiler: Any = None
+        self.on_device = False  # the run's, not the machine's
         self.parts: dict[str, list[float]] = defaultdict(list)
         self.seconds = 0.0
 
     def step(self, logger: Logger) -> None:
         if self.profiler is None and logger.step >= self.first:
-            activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
-            self.profiler = profile(activities=activities)
-            if torch.cuda.is_available():
+            arguments = json.loads((logger.folder / "config.json").read_text())["arguments"]
+            self.on_device = arguments["device"] != "cpu" and torch.cuda.is_available()
+            self.profiler = profile(activities=[ProfilerActivity.CUDA if self.on_device else ProfilerActivity.CPU])
+            # Several environments may step over the numbers asked for.
+            self.first, self.last = logger.step, logger.step + self.last - self.first
+            if self.on_device:
                 torch.cuda.synchronize()  # what was sent before is not of these steps
             self.profiler.start()
             self.seconds = -time.perf_counter()
         elif self.profiler is not None and logger.step >= self.last:
-            if torch.cuda.is_available():
+            if self.on_device:
                 torch.cuda.synchronize()
+            self.last = logger.step
             self.seconds += time.perf_counter()
             self.profiler.stop()
             raise SystemExit
@@ -64,10 +70,9 @@ class Watch:
         lines = [f"{1e6 * self.seconds / steps:10.1f} µs a step, {steps / self.seconds:,.0f} steps/s while looked at"]
         lines += [f"{1e3 * median(t):10.1f} µs {name} (median)" for name, t in self.parts.items() if t]
         kernels: dict[str, list[float]] = defaultdict(list)
-        on_device = torch.cuda.is_available()
         for event in self.profiler.events():
-            if not on_device or event.device_type == torch._C._autograd.DeviceType.CUDA:
-                kernels[event.name].append(event.device_time if on_device else event.self_cpu_time_total)
+            if not self.on_device or event.device_type == torch._C._autograd.DeviceType.CUDA:
+                kernels[event.name].append(event.device_time if self.on_device else event.self_cpu_time_total)
         total, count = sum(map(sum, kernels.values())), sum(map(len, kernels.values()))
         lines.append(f"{total / steps:10.1f} µs a step in {count / steps:.1f} kernels or operations, of which")
         for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:10]:

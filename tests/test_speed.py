@@ -9,6 +9,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from conftest import PENDULUM, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import expo_sampling
+from bench import expo_sampling, step_time
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
 from bench.rounds import read_rounds, report, write_rounds
@@ -162,6 +163,19 @@ def test_where_the_time_goes_is_told_of_the_steps_asked_for(first: int, last: in
             "act", "env_step", "update"
         }  # fmt: skip
         assert len(done.stdout.split("operations, of which\n")[1].splitlines()) == 10
+
+
+def test_time_is_divided_by_the_steps_that_were_made(tmp_path: Path) -> None:
+    """Of 64 environments a turn is 64 steps, whatever number was asked for."""
+    (tmp_path / "config.json").write_text('{"arguments": {"device": "cpu"}}')
+    watch, logger = step_time.Watch(100, 100), SimpleNamespace(step=0, folder=tmp_path)
+    for logger.step in (64, 128, 192):
+        watch.step(logger)
+    logger.step = 256
+    with pytest.raises(SystemExit):
+        watch.step(logger)
+    assert (watch.first, watch.last) == (128, 256)
+    assert f"{128 / watch.seconds:,.0f} steps/s while looked at" in watch.report()
 
 
 def test_a_counted_environment_says_what_it_needs() -> None:
@@ -358,7 +372,9 @@ def test_expos_samples_drawn_one_by_one_are_those_of_the_batch() -> None:
         for parameter in agent.base.parameters():
             parameter.add_(0.03 * torch.randn_like(parameter))
     noisy = torch.randn(50, 6)
-    row_by_row = expo_sampling.noise_in(agent.base, obs.expand(50, -1), noisy, 3)
+    row_by_row = expo_sampling.noise_in(
+        dict(agent.base.named_parameters()), len(agent.base.blocks), obs.expand(50, -1), noisy, 3
+    )
     torch.testing.assert_close(row_by_row, agent.base(obs.expand(50, -1), noisy, torch.tensor(3.0)).detach())
     n = 8_000
     drawn = [draw(agent, obs.expand(n // 4, -1)).view(n, 6) for draw in (expo_sampling.loop, expo_sampling.batch)]
