@@ -341,7 +341,6 @@ def train(args: Args) -> None:
         lambda online: agent.update(switch.sample(sizes[online], online, agent.generator), online), agent.generator
     )
     act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
-
     switch.begin(agent, obs_dim, action_dim, also=("cql", "iql"))
     saved = switch.open(run)
     if saved:
@@ -354,12 +353,13 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
+    own = int(sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0))  # of a batch
+    run.warn_if_idle(max(own, args.warmup_steps if args.retain != "none" else 0), "--warmup-steps, or the first batch,")
 
     def learn() -> None:
         """What belongs to the last step: pre-training; nothing in the warm-up; online learning."""
         nonlocal metrics
         metrics, online = {}, run.step > 0
-        own = sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0)  # online transitions of a batch
         waits = online and not (run.step > max(args.warmup_steps, own) and switch.updates(run.step))
         for _ in range(0 if waits else args.num_envs if online else 1):
             with run.logger.timed("update"):

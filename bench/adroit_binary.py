@@ -37,7 +37,7 @@ class Args:
     """What to make."""
 
     demonstrations: str
-    """A Minari id, a D4RL id, or the path of an HDF5 file in D4RL's layout."""
+    """A Minari id, or the path of an HDF5 file in D4RL's layout; D4RL's own cut demonstrations in two."""
     output: str
     """The file, which ends in .hdf5."""
     task: Literal["pen", "door", "relocate"] = "pen"
@@ -77,8 +77,8 @@ def until_solved(data: Transitions) -> Transitions:
 def main(args: Args) -> None:
     if args.demonstrations in d4rl.IDS and "-human-" in args.demonstrations:
         raise InputError(
-            f"{args.demonstrations} marks time-outs inside its demonstrations (docs/d4rl.md): their beginnings "
-            f"would be lost; give Minari's, D4RL/{args.task}/human-v2"
+            f"{args.demonstrations} marks time-outs inside its demonstrations, which are cut there (docs/d4rl.md): "
+            f"give Minari's, D4RL/{args.task}/human-v2"
         )
     arguments = asdict(args)
     before = recipe_at(args.output)

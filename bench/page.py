@@ -96,12 +96,14 @@ def whole_page() -> str:
         ),
         "wsrl_longer": html_table(wsrl_table("wsrl-longer"), "The same, with more steps."),
         "expo": html_table(expo_table(), "EXPO beside its ablations and RLPD: scores, per cent of the steps solved."),
-        "expo_differences": html_table(expo_differences(), "EXPO less each of the others, and 95 % intervals."),
+        "expo_differences": html_table(
+            expo_differences(), "EXPO less each of the others, and from three seeds on its interval."
+        ),
         "expo_successes": html_table(
             expo_table(successes), "The same, per cent of episodes with success at some step."
         ),
         "expo_differences_of_successes": html_table(
-            expo_differences(successes), "EXPO less each of the others, and 95 % intervals."
+            expo_differences(successes), "EXPO less each of the others, and from three seeds on its interval."
         ),
         "missing": missing_list(),
         "machines": html_table(machines_table([run for _, run in kept]), "Machines and versions."),

@@ -129,7 +129,7 @@ def has_more_steps(before: str, now: str) -> bool:
     kind = importlib.import_module(f"algos.{Path(head).name}").Args
     try:
         old, new = (vars(parse(kind, shlex.split(flags))) for flags in (was, becomes))
-    except InputError:  # flags that are no longer there
+    except (InputError, ValueError):  # flags that are no longer there, or torn
         return False
     grown = [key for key in kind.may_grow if 0 < old.get(key, 0) < new.get(key, 0)]
     return bool(grown) and all(old[key] == new[key] for key in old if key not in grown)

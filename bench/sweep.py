@@ -129,6 +129,8 @@ def execute(sweep: Sweep, args: Args) -> None:
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **embedded)
         except (ConnectionError, ValueError) as error:
+            if address == "local":
+                raise InputError(f"Ray does not start here: {error}") from error
             raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)

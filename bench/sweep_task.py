@@ -73,12 +73,11 @@ class Outcome:
     files: dict[str, bytes]
 
     def keep(self, folder: Path) -> None:
-        """Writes the files where they are not, or are of a shorter run: the run was on another machine."""
+        """Writes the files: the run may have been on another machine."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
-            if not (folder / name).exists() or (folder / name).read_bytes() != content:
-                with replacing(folder / name) as file:
-                    file.write(content)
+            with replacing(folder / name) as file:
+                file.write(content)
 
 
 def facts() -> dict[str, str]:

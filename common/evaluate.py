@@ -42,10 +42,10 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])
             going_on[k] = not (terminated or truncated)
-        if lengths.max() >= LONGEST:
+        running = running[going_on]
+        if len(running) and lengths[running[0]] >= LONGEST:  # all that run are as long
             raise RunError(
                 f"an episode of the evaluation did not end in {LONGEST:,} steps: register the environment with "
                 "max_episode_steps"
             )
-        running = running[going_on]
     return [Episode(*episode) for episode in zip(returns.tolist(), lengths.tolist(), successes, strict=True)]

@@ -128,6 +128,8 @@ def _environment(args: Args, run: RunFolder | None) -> str:
     trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
     if run and trained_on and args.env not in (None, trained_on):
         raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
+    if run and not trained_on and args.env:
+        sys.stderr.write(f"warning: {run.path} played its dataset's environment: see that {args.env} is the same\n")
     env_id = args.env or trained_on
     if env_id is None:
         raise InputError("no policy here names its environment: give --env")
@@ -216,7 +218,7 @@ def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
     scale, shift = run.state.get("rewards", (1.0, 0.0))  # of a run that began with a dataset
     rewards = ((rewards.astype(np.float64) - shift) / scale).astype(np.float32)
     ends = terminations[:, 0] > 0
-    newest = np.append(np.diff(numbers % num_envs) != 0, True)
+    newest = np.append(np.diff(numbers % num_envs) != 0, not whole)  # under way
     breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)  # bit for bit
     data = Transitions(
         obs, actions, rewards[:, 0], next_obs, ends, truncations=breaks & ~ends & ~newest, cuts=newest & ~ends
@@ -225,14 +227,14 @@ def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
 
 
 def _in_own_units(data: Transitions, env: gym.Env[Any, Any]) -> Transitions:
-    """The very actions that the environment got: what envs.make's RescaleAction makes of those in [-1, 1]."""
+    """The very actions that the environment got: what envs.make makes of those in [-1, 1], or a little beyond."""
     box = env.action_space
     assert isinstance(box, Box)
     actions = data.actions.astype(box.dtype)
     if (box.low != -1).any() or (box.high != 1).any():
         one = np.ones_like(box.low)
         actions = rescale_box(box, -one, one)[2](actions)
-    return data._replace(actions=actions)
+    return data._replace(actions=np.clip(actions, box.low, box.high))
 
 
 def _facts(data: Transitions) -> dict[str, Any]:

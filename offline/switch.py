@@ -255,14 +255,15 @@ class Switch:
         """
         saved = run.open()
         dataset = self.dataset
-        given = reference(self.env) if self.env != dataset.env else None  # another environment pays otherwise
+        other = dataset.env and self.env != dataset.env  # which may pay otherwise
+        given = reference(self.env) if other else None
         if between := given or dataset.reference or reference(self.env):
             run.logger.score = partial(normalized, reference=between)
         run.logger.say(
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
             f"evaluated in {self.env}"
         )
-        if self.args.retain == "none" or self._algo == "wsrl":  # which warms up whatever is retained
+        if self.args.retain == "none":
             run.warn_if_idle(self.args.warmup_steps, "--warmup-steps")
         if saved:
             if saved["dataset"] != self._fingerprint:

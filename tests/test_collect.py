@@ -220,12 +220,13 @@ def test_the_buffer_of_a_run_that_scales_its_rewards(small, calibrated: bool, nu
     assert data["rewards"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
     left_over = 0 if not calibrated else 820 - num_envs * (820 // num_envs // 200 * 200)
     assert len(data["rewards"]) == 820 - left_over
+    assert recipe()["cut_episodes"] == (0 if calibrated else num_envs)
     for where in episodes(data):
         assert np.array_equal(data["observations"][where][1:], data["next_observations"][where][:-1])
         assert where.stop - where.start in (200, 820 // num_envs % 200)
 
 
-def test_a_run_whose_dataset_brings_its_environment(small):
+def test_a_run_whose_dataset_brings_its_environment(small, capsys: pytest.CaptureFixture[str]):
     """The run names none then: --env is to be given, and taken."""
     made("offline.hdf5", transitions=400)
     with h5py.File("offline.hdf5", "a") as file:
@@ -236,6 +237,7 @@ def test_a_run_whose_dataset_brings_its_environment(small):
     with pytest.raises(InputError, match="give --env"):
         made(env=None, replay=args.run_dir)
     assert len(made(replay=args.run_dir)["rewards"]) == 20
+    assert "see that Pendulum-v1 is the same" in capsys.readouterr().err
 
 
 def test_the_same_command_again_does_nothing(capsys: pytest.CaptureFixture[str]):

@@ -186,9 +186,10 @@ class TestSuites:
                 is_done(new)
 
 
-@pytest.mark.parametrize("torn", ["", "algos", "\0\0\0", "OMP_NUM_THREADS=1 python algos/sac.p"])
+@pytest.mark.parametrize("torn", ["", "algos", "\0\0\0", "OMP_NUM_THREADS=1 python algos/sac.p", "{whole} --env 'a b"])
 def test_a_torn_record_of_the_command_is_one_of_another(torn: str, tmp_path: Path):
-    (tmp_path / "1.sh").write_text(torn)
+    whole = Job(("algos/sac.py",), tmp_path / "1", 1).line.partition(" --run-dir")[0]
+    (tmp_path / "1.sh").write_text(torn.format(whole=whole))
     with pytest.raises(InputError, match="made by another command"):
         is_done(Job(("algos/sac.py",), tmp_path / "1", 1))
 
