@@ -353,7 +353,7 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     metrics: Metrics = {}
-    own = int(sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0))  # of a batch
+    own = int(sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0))  # online ones of a batch
     run.warn_if_idle(max(own, args.warmup_steps if args.retain != "none" else 0), "--warmup-steps, or the first batch,")
 
     def learn() -> None:

@@ -171,17 +171,20 @@ def test_what_a_gradient_step_gets_of_a_round(recompute: bool):
 
     agent.update(Rollout(obs, actions, rewards, next_obs, terminations, truncations), step)
     assert len(got) == 6
-    low_high = lambda x: np.clip((x - earlier.mean(0)) / earlier.std(0), -10, 10).reshape(-1, 3)  # noqa: E731
+
+    def normalized(part: Array) -> Array:
+        return np.clip((part - earlier.mean(0)) / earlier.std(0), -10, 10).reshape(-1, 3)
+
     for epoch in range(2):
         parts = [torch.cat(part).numpy() for part in zip(*got[3 * epoch : 3 * epoch + 3], strict=True)]
         place = np.argsort(parts[1][:, 0])[np.argsort(np.argsort(actions.reshape(-1, 2)[:, 0]))]
         by = critics[epoch if recompute else 0]
-        values, new = (forward(by, low_high(part)).reshape(15, 2) for part in (obs, next_obs))
+        values, new = (forward(by, normalized(part)).reshape(15, 2) for part in (obs, next_obs))
         expected = brute_force(scaled, values, new, terminations, terminations | truncations)
-        for found, wanted in ((parts[1], actions.reshape(-1, 2)), (parts[0], low_high(obs)),
+        for found, wanted in ((parts[1], actions.reshape(-1, 2)), (parts[0], normalized(obs)),
                               (parts[3], values.ravel()), (parts[4], expected.ravel())):  # fmt: skip
             np.testing.assert_allclose(found[place], wanted, rtol=2e-3, atol=2e-3)
-    assert not np.allclose(forward(critics[0], low_high(obs)), forward(critics[1], low_high(obs)), atol=0.02)
+    assert not np.allclose(forward(critics[0], normalized(obs)), forward(critics[1], normalized(obs)), atol=0.02)
 
 
 def test_statistics_of_observations_move_between_rounds_only(small, monkeypatch: pytest.MonkeyPatch):
