@@ -61,7 +61,7 @@ class Args(OfflineArgs):
     tau: float = 0.005
     """Step of the target critics towards the critics, at every update."""
     actor_lr: float = 1e-4
-    """Learning rate of the actor; a faster one costs more than another `cql_weight`."""
+    """Learning rate of the actor."""
     critic_lr: float = 3e-4
     """Learning rate of the critics, and of the Lagrange multiplier."""
     alpha_lr: float = 1e-4

@@ -1,8 +1,8 @@
 """Learning curves of our runs and of published ones, from the raw data in results/ and nothing else.
 
 In results/offline/<algorithm>/<dataset>/<seed> steps count up to 0, the end of the updates that its config.json asks
-for, whether the run got there or not; in results/online/<algorithm>-<retain>/ and results/wsrl/<variant>/ they count on
-from 0.
+for, whether the run got there or not; in results/online/<algorithm>-<retain>/ and in <variant>/ of results/wsrl,
+results/wsrl-longer and results/expo they count on from 0.
 """
 
 import csv

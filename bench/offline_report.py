@@ -1,6 +1,6 @@
-"""Tables of what was learned from datasets, and online behind them, from results/offline and results/online alone.
+"""Tables of what was learned from datasets, and online behind them, from the runs in results/ alone.
 
-Scores are those of `offline.scores`, of the deterministic policy over each evaluation's episodes.
+Scores are those of `offline.scores`, or the share of the episodes that succeed, of the policy as it is evaluated.
 """
 
 import statistics

@@ -140,6 +140,8 @@ def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, determinis
             f"{run.path} does not fit an environment of {obs_dim} observations and {action_dim} actions: {reason}\n"
             f"it was trained on {run.arguments.get('env')}"
         ) from None
+    if deterministic and hasattr(agent, "for_evaluation"):  # EXPO's evaluations draw
+        return Policy(agent.for_evaluation(), run.facts)
     return Policy(lambda obs: agent.act(obs, deterministic=deterministic), run.facts)
 
 

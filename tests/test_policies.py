@@ -32,7 +32,9 @@ def test_of_a_run(algo: str, small):
     agent = getattr(module(algo), algo.upper().replace("_", ""))(args, 3, 1, torch.device("cpu"))
     checkpoint.restore(agent, final_state(args.run_dir)["agent"])
     policy = load_policy(str(args.run_dir), PENDULUM, 0, deterministic=True)
-    assert policy(OBS).tobytes() == agent.act(OBS, deterministic=True).tobytes()
+    evaluated = policy(OBS)
+    assert evaluated.tobytes() == agent.act(OBS, deterministic=True).tobytes()
+    assert (policy(OBS) != evaluated).any() == (algo == "expo")  # whose evaluations draw
     facts = policy.facts
     step = final_state(args.run_dir)["logger"]["step"]
     assert (facts["kind"], facts["name"], facts["algorithm"], facts["step"]) == ("run", "run", algo, step)
