@@ -5,7 +5,8 @@ counts steps. Activations, losses, biases, sampling, optimiser and target update
 product by product below; for each the fastest of several ways to compute it on this machine is taken.
 
 They are those of the losses as they are written. Where the smallest critic's value alone counts, ours computes the
-gradient of that critic's rows alone (`common/onednn.py`), and spares up to 15 % of WSRL's operations on HalfCheetah, 6 % of SAC's.
+gradient of that critic's rows alone (`common/onednn.py`), and spares up to 15 % of WSRL's operations on HalfCheetah,
+6 % of SAC's.
 """
 
 import sys

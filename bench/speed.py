@@ -9,8 +9,8 @@ python bench/speed.py --device cuda          # ours as one graph an update and w
 Online: the same environment, networks, batch, number of critics, updates per step and random first steps; steps are
 counted inside the environment (`bench/step_counter.py`). Offline: the same dataset, networks, batch, number of critics
 and of sampled actions, no Lagrange multiplier, no evaluation; a step is a gradient step, which includes sampling the
-batch. Everything else is each program's default, its logging included. The programs run in alternation (`bench/alternate.py`), and the update's
-bare matrix products (`bench/floor.py`) run as one more contender.
+batch. Everything else is each program's default, its logging included. The programs run in alternation
+(`bench/alternate.py`), and the update's bare matrix products (`bench/floor.py`) run as one more contender.
 """
 
 import csv

@@ -22,6 +22,7 @@ import torch
 from common import checkpoint
 from common.arguments import RunArgs
 from common.replay_buffer import Batch, ReplayBuffer
+from offline.switch import with_presets
 
 # A shell's background job ignores Ctrl-C, and so would every program that the tests start, those of Ctrl-C too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,6 +119,25 @@ every_algorithm = pytest.mark.parametrize("algo", sorted(SMALL))
 
 def module(algo: str) -> ModuleType:
     return importlib.import_module(f"algos.{algo}")
+
+
+def agent_of(algo: str) -> Any:
+    """One for 3 observations and 2 actions."""
+    args, found = module(algo).Args(**arguments_of(algo, {})), vars(module(algo))
+    if algo in OFFLINE:
+        sizes = found["SIZES"]["small"] if algo == "expo" else {}
+        args = with_presets(args, {domain: preset | sizes for domain, preset in found.get("PRESETS", {}).items()})
+    return found[algo.replace("_", "").upper()](args, 3, 2, torch.device("cpu"))
+
+
+def updates_of(algo: str, agent: Any) -> Callable[[Batch, bool], Any]:
+    """An update on a batch, the second argument what changes from one to the next."""
+    if algo == "ppo":
+        step = agent.step
+        return lambda b, _: step(module("ppo").Minibatch(b.obs, b.actions, b.rewards, b.rewards, b.returns_to_go))
+    if algo in ("td3", "td3_bc", "cql"):
+        return agent.update
+    return (lambda b, _: agent.update(b, True)) if algo in ("wsrl", "expo") else lambda b, _: agent.update(b)
 
 
 @pytest.fixture

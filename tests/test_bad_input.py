@@ -244,6 +244,14 @@ def test_non_finite_loss(run, tmp_path: Path, algo: str):
     )
 
 
+def test_a_checkpoint_that_is_not_finite_is_not_saved(run, tmp_path: Path):
+    """Here no action tells of it: nothing acts before the switch."""
+    rates = {"actor_lr": 1e30, "critic_lr": 1e30}
+    result = run(*flags("td3_bc", run_dir=tmp_path / "run", checkpoint_every=20, **rates), algo="td3_bc")
+    assert_refused(result, 1, "is not finite at step", "learning rate")
+    assert not (tmp_path / "run" / "checkpoint" / "state.pt").exists()
+
+
 @every_algorithm
 def test_a_full_disk(tmp_path: Path, algo: str):
     """Files may not grow beyond a few kB (logs, replay rows, state): exit 1; with room, the same command goes on."""

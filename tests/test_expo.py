@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import math
 from collections import Counter
 from typing import Any
@@ -423,6 +424,9 @@ class TestLosses:
 class TestUpdate:
     def test_critics_step_on_each_slice_and_the_others_once_on_the_last(self) -> None:
         agent, batch = float32_agent(batch_size=16), float32_batch(64)
+        with torch.no_grad():  # so far from the base policy that a step towards it shows
+            for parameter in agent.base_average.parameters():
+                parameter.add_(1.0)
         seen: list[tuple[str, torch.Tensor]] = []
         for name in ("critic_loss", "base_loss", "edit_loss"):
             loss = getattr(agent, name)
@@ -437,7 +441,7 @@ class TestUpdate:
         for name, value in parameters(agent):
             if name.startswith("base_average."):
                 learned = dict(parameters(agent))[name.replace("_average", "")]
-                torch.testing.assert_close(value, before[name] + 0.001 * (learned - before[name]))
+                torch.testing.assert_close(value, before[name] + 0.001 * (learned - before[name]), rtol=0, atol=1e-6)
 
     def test_each_slice_is_backed_up_by_its_own_candidates_and_the_critics_of_then(self) -> None:
         """Base samples and edits of its next_obs; the choice among them falls behind the step of the slice before."""
@@ -641,6 +645,12 @@ class TestRuns:
         stored, taken = np.array(stored[-60:]), np.array(taken)
         assert np.abs(stored).max() > 1
         assert np.array_equal(stored.clip(-1, 1), taken)
+
+    @pytest.mark.parametrize(("size", "utd"), [("paper", 20), ("small", 4)])
+    def test_the_size_said_is_the_size_run(self, small: Any, size: str, utd: int) -> None:
+        args = small("expo", size=size, utd=None, offline_steps=1, online_steps=0)
+        module("expo").train(args)
+        assert json.loads((args.run_dir / "config.json").read_text())["arguments"]["utd"] == utd
 
     def test_from_nothing_the_first_steps_are_random_and_nothing_is_learned(self, small: Any, tmp_path: Any) -> None:
         states = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OFFLINE, arguments_of, every_algorithm, final_state, module, replay_bytes, same
+from conftest import agent_of, every_algorithm, final_state, module, replay_bytes, same, updates_of
 from cpu_graph import CPUGraph
 from formulas import make_batch, parameters
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch import Tensor
 from common import networks
 from common.cuda import SHARE, WARM_UP, Captured, compiled, share_of_memory
 from common.errors import InputError
-from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
-from offline.switch import with_presets
 
 
 @pytest.fixture
@@ -51,35 +49,6 @@ def test_a_captured_run_equals_an_eager_one(
     assert (eager / "evaluations.csv").read_text() == (captured / "evaluations.csv").read_text()
     assert same(final_state(eager), final_state(captured))
     assert replay_bytes(eager) == replay_bytes(captured)
-
-
-@pytest.mark.parametrize("algo", ["iql", "sac"])
-def test_with_overlap_actions_are_chosen_before_the_updates_of_the_last_step(
-    algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """So they are one step old at most, and environment and device work at the same time."""
-    agent, events = getattr(module(algo), algo.upper()), []
-    for cls, name in ((agent, "update"), (agent, "act"), (ReplayBuffer, "add")):
-        monkeypatch.setattr(cls, name, noted(getattr(cls, name), name, events))
-    orders = {}
-    for overlap in (False, True):
-        events.clear()
-        module(algo).train(
-            small(algo, overlap=overlap, total_steps=70, eval_every=1_000, run_dir=tmp_path / str(overlap))
-        )
-        orders[overlap] = "".join({"update": "u", "act": "c", "add": "a"}[name] for name in events).rstrip("c")
-    # An action is chosen, its step is added, and what was learned of that is in the next action, or not yet.
-    assert orders[False].endswith("cau" * 10)
-    assert orders[True].endswith("cua" * 10)
-    assert orders[False].count("u") == orders[True].count("u") + 1  # the last step's would have served nothing
-
-
-def noted(method: Callable[..., Any], name: str, events: list[str]) -> Callable[..., Any]:
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append(name)
-        return method(self, *args, **kwargs)
-
-    return noting
 
 
 class TestCaptured:
@@ -156,25 +125,6 @@ def test_a_share_of_the_memory_that_is_none_is_refused(said: str, monkeypatch: p
     monkeypatch.setenv(SHARE, said)
     with pytest.raises(InputError, match=f"is '{said}': give a number in"):
         share_of_memory()
-
-
-def agent_of(algo: str) -> Any:
-    """One for 3 observations and 2 actions."""
-    args, found = module(algo).Args(**arguments_of(algo, {})), vars(module(algo))
-    if algo in OFFLINE:
-        sizes = found["SIZES"]["small"] if algo == "expo" else {}
-        args = with_presets(args, {domain: preset | sizes for domain, preset in found.get("PRESETS", {}).items()})
-    return found[algo.replace("_", "").upper()](args, 3, 2, torch.device("cpu"))
-
-
-def updates_of(algo: str, agent: Any) -> Callable[[Batch, bool], Any]:
-    """An update on a batch, the second argument what changes from one to the next."""
-    if algo == "ppo":
-        step = agent.step
-        return lambda b, _: step(module("ppo").Minibatch(b.obs, b.actions, b.rewards, b.rewards, b.returns_to_go))
-    if algo in ("td3", "td3_bc", "cql"):
-        return agent.update
-    return (lambda b, _: agent.update(b, True)) if algo in ("wsrl", "expo") else lambda b, _: agent.update(b)
 
 
 @every_algorithm

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import (
@@ -23,7 +24,9 @@ from conftest import (
     same,
 )
 
+from common import checkpoint
 from common.errors import InputError
+from common.replay_buffer import ReplayBuffer
 from common.run import Run
 
 
@@ -227,8 +230,29 @@ def test_what_a_checkpoint_needs_is_on_the_disk_before_it(small, monkeypatch: py
     args = small()
     module("sac").train(args)
     before = synced[: synced.index(str(args.run_dir / "checkpoint" / "state.pt.part"))]
-    assert str(args.run_dir / "checkpoint" / "replay") in before
+    for needed in ("checkpoint/replay", "checkpoint/replay/000000000000.rows", "metrics.csv", "evaluations.csv"):
+        assert str(args.run_dir / needed) in before
+    assert any("events.out.tfevents" in name for name in before)
     assert before.count(str(args.run_dir)) == 2  # with config.json alone, and with the logs and checkpoint/
+
+
+def test_replay_files_are_deleted_once_no_checkpoint_needs_them(small, monkeypatch: pytest.MonkeyPatch):
+    """Not before: until the new state is there, the old one is what a kill leaves."""
+    monkeypatch.setattr(ReplayBuffer, "segment_rows", 20)
+    args = small(buffer_size=50, checkpoint_every=20)
+    folder, write, loaded = args.run_dir / "checkpoint", checkpoint.save, []
+
+    def save(path: Path, state: dict[str, Any]) -> None:
+        if path.exists():
+            before = checkpoint.load(path)["buffer"]
+            ReplayBuffer(50, 3, 1).load(folder / "replay", before)  # refuses where a file is missing
+            loaded.append(before["added"])
+        write(path, state)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    module("sac").train(args)
+    assert loaded == list(range(20, 400, 20))
+    assert len(list((folder / "replay").glob("*.rows"))) == 3
 
 
 @every_algorithm

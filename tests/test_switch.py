@@ -238,6 +238,9 @@ class TestPresets:
         assert "temperature" not in said
         with_presets(Args(dataset=str(PENDULUM), env="PointMaze_UMaze-v3"), PRESETS)
         assert capsys.readouterr().err.startswith("preset for locomotion, there is none for maze2d: ")
+        sparse = "offline.environments:adroit-binary/pen-v0"  # as dense Adroit, where there is nothing nearer
+        assert with_presets(Args(dataset=str(PENDULUM), env=sparse), PRESETS).temperature == 0.5
+        assert capsys.readouterr().err.startswith("preset for adroit, there is none for adroit-binary: ")
         args = with_presets(Args(dataset=str(PENDULUM)), PRESETS)
         assert (args.env, args.expectile, args.temperature, args.normalize_returns) == ("Pendulum-v1", 0.7, 3.0, True)
         assert None not in [getattr(args, name) for name in PRESETS["locomotion"]]
@@ -415,13 +418,6 @@ class TestRuns:
         module("iql").train(args)
         row = 4 * sum(load(str(PENDULUM)).buffer.widths)
         assert len(replay_bytes(args.run_dir)) == 40 * row
-
-
-@pytest.mark.parametrize("algo", OFFLINE)
-def test_terminations_alone_cut_the_bootstrap_of_what_is_stored_online(small: Any, algo: str) -> None:
-    args = small(algo, env="Failing-v0", offline_steps=1, online_steps=12)
-    module(algo).train(args)
-    assert stored(args.run_dir).terminations.tolist() == [0, 0, 0, 1, 0, 1] * 2
 
 
 SPARSE = {"reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0, "calibrated": True}

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, same
+from conftest import SMALL
 from formulas import Array, forward, layers, make_batch, parameters, values
 
 from algos.td3 import TD3, Args
@@ -78,15 +78,16 @@ def test_actor_gradient_against_finite_differences():
         assert gradient[i, j].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-4, abs=1e-9)
 
 
-def test_actor_and_targets_move_at_every_second_update_only():
-    agent, batch = make_agent(tau=0.1), make_batch()
+@pytest.mark.parametrize("delay", [2, 3])
+def test_actor_and_targets_move_at_every_delayed_update_only(delay: int):
+    agent, batch = make_agent(tau=0.1, policy_delay=delay), make_batch()
     for update in range(1, 7):
         before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
         agent.update(batch, agent.actor_is_due())
         for name, parameter in parameters(agent):
             network, _, rest = name.partition(".")
-            assert torch.equal(parameter, before[name]) == (update % 2 == 1 and network != "critic"), (update, name)
-            if update % 2 == 0 and network.endswith("_target"):
+            assert torch.equal(parameter, before[name]) == (update % delay > 0 and network != "critic"), (update, name)
+            if update % delay == 0 and network.endswith("_target"):
                 online = dict(parameters(agent))[f"{network.removesuffix('_target')}.{rest}"]
                 torch.testing.assert_close(parameter.data, 0.9 * before[name] + 0.1 * online.data)
 
@@ -106,19 +107,28 @@ def test_policy_reaches_the_optimum_of_a_known_bandit():
     np.testing.assert_allclose(np.mean(found, axis=0), [0.4, 0.4], atol=0.05)  # each wavers about the optimum
 
 
-def test_exploration_noise_is_of_the_size_asked_for():
-    agent, obs = TD3(Args(**SMALL["td3"]), 3, 2, torch.device("cpu")), np.zeros((4_000, 3), np.float32)
+@pytest.mark.parametrize("size", [0.1, 0.2])
+def test_exploration_noise_is_of_the_size_asked_for(size: float):
+    args = Args(**SMALL["td3"], exploration_noise=size)
+    agent, obs = TD3(args, 3, 2, torch.device("cpu")), np.zeros((4_000, 3), np.float32)
     noise = agent.act(obs) - agent.act(obs, deterministic=True)
-    assert noise.std() == pytest.approx(0.1, rel=0.05)
+    assert noise.std() == pytest.approx(size, rel=0.05)
     with torch.no_grad():
         agent.actor.net[-1].bias.fill_(3.0)
     assert agent.act(obs).max() == 1.0
 
 
-def test_initial_targets_are_copies_and_state_covers_all():
+def test_defaults_are_the_papers():
+    """But for those that its docs page says are not."""
+    args = Args()
+    assert (args.actor_lr, args.critic_lr, args.gamma, args.tau) == (1e-3, 1e-3, 0.99, 5e-3)
+    assert (args.target_noise, args.target_noise_clip, args.policy_delay) == (0.2, 0.5, 2)
+    assert (args.exploration_noise, args.batch_size, args.hidden) == (0.1, 256, (256, 256))
+    assert (args.critics, args.learning_starts, args.utd, args.buffer_size) == (2, 5_000, 1, 1_000_000)
+
+
+def test_state_covers_all():
     """The number of updates too: else a resumed run would move its actor at the odd ones."""
     agent = TD3(Args(**SMALL["td3"]), 3, 2, torch.device("cpu"))
-    assert same(agent.critic.state_dict(), agent.critic_target.state_dict())
-    assert same(agent.actor.state_dict(), agent.actor_target.state_dict())
     networks = {"actor", "actor_target", "critic", "critic_target", "generator", "updates"}
     assert networks | {"actor_optimizer", "critic_optimizer"} <= state_of(agent).keys()
