@@ -218,9 +218,11 @@ class PPO:
         self.obs_normalizer.update(torch.from_numpy(rollout.obs).to(self.device))
         with torch.no_grad():
             log_ratio = self.actor.log_prob(obs, actions) - log_probs
-            metrics["losses/approximate_kl"] = log_ratio.exp() - 1.0 - log_ratio
-            metrics["losses/clipped"] = ((log_ratio.exp() - 1.0).abs() > self.args.clip).float()
-            return metrics | {"losses/entropy": self.actor.entropy()}
+            return metrics | {
+                "losses/approximate_kl": log_ratio.exp() - 1.0 - log_ratio,
+                "losses/clipped": ((log_ratio.exp() - 1.0).abs() > self.args.clip).float(),
+                "losses/entropy": self.actor.entropy(),
+            }
 
 
 def generalized_advantages(

@@ -2,8 +2,10 @@
 """As many SAC runs of one thread as there are cores, beside one run of as many threads: steps per second in sum.
 
 python bench/packing.py
+python bench/packing.py --device cuda --runs 12      # runs that share a card, beside one of them
 """
 
+import contextlib
 import os
 import random
 import sys
@@ -11,16 +13,19 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from bench.alternate import Contender, Slice, busy_seconds, contest
-from bench.machine import processor, versions
+from bench.machine import accelerator, processor, versions
+from bench.mps import shared_card
 from bench.rounds import write_rounds
 from bench.speed import FOREVER, LEARNING_STARTS, ROOT, WARM_UP_TIMEOUT, environment, has_losses
 from bench.step_counter import counted
+from common.cuda import SHARE
 
-ALONE = "one run of all threads"
+ALONE = {"cpu": "one run of all threads", "cuda": "one run"}
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,16 @@ class Args:
 
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers."""
-    cores: int = os.cpu_count() or 1
-    """Threads, and runs of one thread."""
+    runs: int = os.cpu_count() or 1
+    """How many, of one thread each; on the CPU one run has as many threads."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where they compute; on a card each has its share of the memory."""
     rounds: int = 10
     """Rounds; in each both sides run once, in a random order."""
     slice_seconds: float = 6.0
     """How long each runs in a round."""
-    out: Path = ROOT / "results" / "speed" / "packing.csv"
-    """Where the raw rounds go."""
+    out: Path | None = None
+    """Where the raw rounds go; by default results/speed/packing.csv or packing-cuda.csv."""
 
 
 def together(side: str, runs: list[Contender], round_: int, seconds: float) -> Slice:
@@ -56,19 +63,35 @@ def together(side: str, runs: list[Contender], round_: int, seconds: float) -> S
 
 def main(args: Args) -> None:
     """Warm every run up alone, alternate, report."""
+    on_card, alone = args.device == "cuda", ALONE[args.device]
+    out = args.out or ROOT / "results" / "speed" / ("packing-cuda.csv" if on_card else "packing.csv")
     facts = {
-        "algorithm": f"{args.cores} runs of sac on {args.env}",
+        "algorithm": f"{args.runs} runs of sac on {args.env}",
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
         "processor": processor(),
         "versions of ours": versions(sys.executable),
     }
     flags = f"--learning-starts {LEARNING_STARTS} --total-steps {FOREVER} --eval-every {FOREVER}".split()
-    with contest() as (contenders, folder):
-        sides: dict[str, list[Contender]] = {"ours": [], ALONE: []}
-        for side, threads, i in [(ALONE, args.cores, 0), *(("ours", 1, i) for i in range(args.cores))]:
+    with contextlib.ExitStack() as stack:
+        if on_card:
+            facts |= {"device": accelerator(), "sharing": stack.enter_context(shared_card())}
+        contenders, folder = stack.enter_context(contest())
+        sides: dict[str, list[Contender]] = {"ours": [], alone: []}
+        one = (alone, 1 if on_card else args.runs, 0)
+        for side, threads, i in [one, *(("ours", 1, i) for i in range(args.runs))]:
             run = folder / f"{side}-{i}"
-            command = [sys.executable, "algos/sac.py", "--env", counted(args.env), *flags, "--run-dir", str(run)]
-            env = environment() | {"OMP_NUM_THREADS": str(threads)}
+            command = [
+                sys.executable,
+                "algos/sac.py",
+                "--env",
+                counted(args.env),
+                *flags,
+                "--run-dir",
+                str(run),
+                "--device",
+                args.device,
+            ]
+            env = environment(args.device) | {"OMP_NUM_THREADS": str(threads), SHARE: str(1 / (args.runs + 1))}
             learns = partial(has_losses, run / "metrics.csv")
             contenders.append(Contender(run.name, command, env, folder, LEARNING_STARTS + 300, ROOT, learns))
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
@@ -78,7 +101,7 @@ def main(args: Args) -> None:
             order = random.Random(i).sample(list(sides.items()), 2)
             rounds.append([together(side, runs, i, args.slice_seconds) for side, runs in order])
             print(f"round {i}: {', '.join(f'{s.contender} {s.steps_per_second:.1f}' for s in rounds[-1])}", flush=True)
-            write_rounds(args.out, facts, rounds)
+            write_rounds(out, facts, rounds)
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """As many threads as CPUs; a GPU only for those that asked for one, which Ray chooses, and of a part of one no
-        more of its memory than that.
+        more of its memory than that. Without the GPU they end, and do not train on the CPU.
         """
         own = {f"{name}_NUM_THREADS": str(self.cpus) for name in ("OMP", "MKL", "OPENBLAS")}
         if not self.gpus:
             return own | {"CUDA_VISIBLE_DEVICES": ""}
-        return own | {SHARE: str(self.gpus)} if self.gpus < 1 else own
+        return own | {SHARE: str(min(self.gpus, 1.0))}
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def device(name: str) -> torch.device:
-    """The device of that name, ready; "auto" is CUDA where there is one. Raises InputError where it is not there."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, but PyTorch sees no CUDA device here: give --device cpu")
+    """The device of that name, ready; "auto" is CUDA where there is one, and where a share of its memory is given.
+
+    Raises InputError where it is not there.
+    """
+    meant = "--device is cuda" if name == "cuda" else f"{SHARE} gives a share of a GPU" if SHARE in os.environ else ""
+    if name != "cpu" and meant and not torch.cuda.is_available():
+        raise InputError(f"{meant}, but PyTorch sees no CUDA device here: give --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     # Some of CUDA's kernels add in an order that differs from run to run, unless they are told not to.

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from common.checkpoint import sync
+from common.cuda import share_of_memory
 from common.errors import InputError, require_finite
 
 
@@ -89,7 +90,7 @@ class ReplayBuffer:
                 raise InputError(
                     f"the replay buffer of {capacity:,} transitions takes {_gigabytes(self.num_bytes)}, "
                     f"{self.device} has {_gigabytes(free)} free: give a smaller --buffer-size "
-                    f"(at most {int(free / self.num_bytes * capacity):,})"
+                    f"(at most {int(free / self.num_bytes * capacity):,}), or where it is a dataset's --device cpu"
                 )
             self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
         self.size = torch.zeros((), dtype=torch.int64, device=self.device)  # len(self), for what runs on the device
@@ -236,8 +237,10 @@ def uniform(size: Tensor | int, count: int, generator: torch.Generator) -> Tenso
 
 
 def free_memory(device: torch.device) -> int:
+    """Bytes: of a card what is free, and within this process's share of it."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(share_of_memory() * total) - torch.cuda.memory_reserved(device))
     return psutil.virtual_memory().available
 
 

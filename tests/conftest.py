@@ -121,13 +121,13 @@ def module(algo: str) -> ModuleType:
     return importlib.import_module(f"algos.{algo}")
 
 
-def agent_of(algo: str) -> Any:
-    """One for 3 observations and 2 actions."""
+def agent_of(algo: str, action_dim: int = 2, device: str = "cpu") -> Any:
+    """One for 3 observations, as in SMALL."""
     args, found = module(algo).Args(**arguments_of(algo, {})), vars(module(algo))
     if algo in OFFLINE:
         sizes = found["SIZES"]["small"] if algo == "expo" else {}
         args = with_presets(args, {domain: preset | sizes for domain, preset in found.get("PRESETS", {}).items()})
-    return found[algo.replace("_", "").upper()](args, 3, 2, torch.device("cpu"))
+    return found[algo.replace("_", "").upper()](args, 3, action_dim, torch.device(device))
 
 
 def updates_of(algo: str, agent: Any) -> Callable[[Batch, bool], Any]:
@@ -150,12 +150,13 @@ def small(tmp_path: Path) -> Callable[..., RunArgs]:
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
-    """A run in this process leaves its signal handlers and its way with denormal numbers."""
+    """A run in this process leaves its signal handlers, its way with denormal numbers and, on CUDA, its kernels."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     for number, handler in before:
         signal.signal(number, handler)
     torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(False)
 
 
 def flags(algo: str = "sac", **arguments: Any) -> list[str]:

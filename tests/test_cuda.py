@@ -5,16 +5,33 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command, every_algorithm, final_state, flags, killed_at, module, replay_bytes, same
+from conftest import (
+    OFFLINE,
+    ROOT,
+    agent_of,
+    command,
+    every_algorithm,
+    final_state,
+    flags,
+    killed_at,
+    module,
+    replay_bytes,
+    same,
+    updates_of,
+)
+from formulas import make_batch
 
 from common.arguments import RunArgs
+from common.checkpoint import state_of
 from common.cuda import SHARE
-from common.replay_buffer import ReplayBuffer
+from common.replay_buffer import Batch, ReplayBuffer
 
+SOON = {"sac": {"learning_starts": 5}, "td3": {"learning_starts": 5}, "wsrl": {"warmup_steps": 5, "utd": 1}}  # updates
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
@@ -40,8 +57,11 @@ def test_resume_is_exact(algo: str, tmp_path: Path):
     """Killed in the middle and taken up: eager updates first, as in every run, then graphs."""
     more = {"device": "cuda", "checkpoint_every": 100}
     assert command(*flags(algo, **more, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
-    killed = killed_at(algo, [("step", 150)], *flags(algo, **more, run_dir=tmp_path / "killed"))
+    # "step" counts the evaluations' too, of which the first has 400.
+    place = ("online step", 150) if algo in OFFLINE else ("step", 550)
+    killed = killed_at(algo, [place], *flags(algo, **more, run_dir=tmp_path / "killed"))
     assert killed.returncode == 0, killed.stderr
+    assert final_state(tmp_path / "killed")["logger"]["step"] == 100
     assert command(*flags(algo, **more, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
     assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
@@ -50,8 +70,8 @@ def test_resume_is_exact(algo: str, tmp_path: Path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Callable[..., RunArgs], tmp_path: Path):
     """A hundred updates in each phase; without the compiler bit for bit, with it to rounding, which learning magnifies:
-    there the networks after the first updates count."""
-    steps = {"total_steps": 60} if compiled else {}
+    there the networks after the first updates count, by how far the eager ones moved in them."""
+    steps: dict[str, Any] = {"total_steps": 60} | SOON.get(algo, {}) if compiled else {}
     for cuda_graph in (False, True):
         args = small(
             algo, device="cuda", cuda_graph=cuda_graph, compile=compiled and cuda_graph,
@@ -61,10 +81,26 @@ def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Ca
     if not compiled:
         assert_same_run(tmp_path / "False", tmp_path / "True")
         return
-    network = "base" if algo == "expo" else "actor"
-    eager, captured = (final_state(tmp_path / name)["agent"][network] for name in ("False", "True"))
-    for name, weights in eager.items():
-        torch.testing.assert_close(captured[name], weights, rtol=1e-2, atol=1e-2, msg=name)
+    first = state_of(agent_of(algo, action_dim=1))
+    eager, captured = (final_state(tmp_path / name)["agent"] for name in ("False", "True"))
+    networks = [name for name in first if name in ("actor", "critic", "value", "base", "edit")]
+    assert networks
+    for name in networks:
+        start, one, other = (torch.cat([w.cpu().flatten() for w in s[name].values()]) for s in (first, eager, captured))
+        assert (other - one).norm() < 0.01 * (one - start).norm(), name
+
+
+@every_algorithm
+def test_an_update_waits_for_nothing(algo: str):
+    """Nothing on the host reads a number from the device, which would stop it, and cannot be recorded."""
+    agent, batch = agent_of(algo, device="cuda"), Batch(*(part.float().cuda() for part in make_batch(32)[:5]))
+    update = updates_of(algo, agent)
+    for mode in ("default", "error"):  # the first makes what is made once
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            update(batch._replace(returns_to_go=batch.rewards), True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_run_keeps_to_its_share_of_the_memory():

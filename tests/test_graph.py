@@ -13,8 +13,9 @@ from formulas import make_batch, parameters
 from torch import Tensor
 
 from common import networks
-from common.cuda import SHARE, WARM_UP, Captured, compiled, share_of_memory
+from common.cuda import SHARE, WARM_UP, Captured, compiled, device, share_of_memory
 from common.errors import InputError
+from common.replay_buffer import free_memory
 from common.run import Run
 
 
@@ -125,6 +126,23 @@ def test_a_share_of_the_memory_that_is_none_is_refused(said: str, monkeypatch: p
     monkeypatch.setenv(SHARE, said)
     with pytest.raises(InputError, match=f"is '{said}': give a number in"):
         share_of_memory()
+
+
+def test_a_run_given_a_share_of_a_card_does_not_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device("auto").type == "cpu"
+    monkeypatch.setenv(SHARE, "0.25")
+    assert device("cpu").type == "cpu"
+    with pytest.raises(InputError, match=f"{SHARE} gives a share of a GPU, but PyTorch sees no CUDA device"):
+        device("auto")
+
+
+@pytest.mark.parametrize(("free", "expected"), [(900, 400), (300, 300)])
+def test_a_buffer_must_fit_into_what_is_left_of_the_share(free: int, expected: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
+    monkeypatch.setenv(SHARE, "0.5")
+    assert free_memory(torch.device("cuda")) == expected
 
 
 @every_algorithm

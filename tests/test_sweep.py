@@ -316,7 +316,7 @@ def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
     half, whole = (Job(("algos/sac.py",), tmp_path, 1, gpus=gpus).environment for gpus in (0.5, 1.0))
     assert not {"CUDA_VISIBLE_DEVICES"} & (half.keys() | whole.keys())  # Ray says which
     assert half["ONRAMP_GPU_SHARE"] == "0.5"
-    assert "ONRAMP_GPU_SHARE" not in whole
+    assert whole["ONRAMP_GPU_SHARE"] == "1.0"
 
 
 @pytest.mark.parametrize(
