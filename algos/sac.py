@@ -5,7 +5,7 @@ are that paper's.
 
     python algos/sac.py --env HalfCheetah-v4
     python algos/sac.py --env Hopper-v4 --seed 2 --total-steps 300000
-    python algos/sac.py --env Humanoid-v4 --num-envs 4 --utd 2 --critics 5
+    python algos/sac.py --env Humanoid-v4 --num-envs 4
 
 Where public versions differ, this one takes the choices behind the best public curves on Gymnasium's v4 environments
 (the SAC baseline of CrossQ, Bhatt et al. 2024), but for the networks' start, which is PyTorch's own: theirs, LeCun
@@ -18,6 +18,7 @@ normal, learned more slowly here (docs/sac.md). In particular:
 - actions live in [-1, 1] and the environment's wrapper rescales them, so that H̄ = -|A| means the same everywhere.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,7 +43,8 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 
 @dataclass
 class Args(OnlineArgs, OffPolicyArgs):
-    may_be_zero = ("learning_starts",)
+    may_be_zero = ("learning_starts", "alpha_lr")
+    any_sign = ("target_entropy",)
 
     # Networks
     hidden: tuple[int, ...] = (256, 256)
@@ -60,7 +62,11 @@ class Args(OnlineArgs, OffPolicyArgs):
     critic_lr: float = 1e-3
     """Learning rate of the critics."""
     alpha_lr: float = 1e-3
-    """Learning rate of the temperature."""
+    """Learning rate of the temperature; 0: it stays as it is."""
+    alpha: float = 1.0
+    """Temperature at the start."""
+    target_entropy: float = -1.0
+    """Entropy that the temperature leads the policy to, for each dimension of the action."""
     batch_size: int = 256
     """Transitions in an update."""
     utd: int = 1
@@ -108,12 +114,12 @@ class SAC:
         self.critic_target = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
         self.critic_target.load_state_dict(self.critic.state_dict())
         self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
-        self.log_alpha = nn.Parameter(torch.zeros((), device=device))
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=device))
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
-        self.target_entropy = -float(action_dim)
+        self.target_entropy = args.target_entropy * action_dim
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
@@ -165,7 +171,7 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = SAC(args, obs_dim, action_dim, run.device)
-    buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
+    buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
     update = run.accelerated(lambda: agent.update(buffer.sample(args.batch_size, agent.generator)), agent.generator)
     act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
 

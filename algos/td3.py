@@ -181,7 +181,7 @@ def train(args: Args) -> None:
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
     obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
     agent = TD3(args, obs_dim, action_dim, run.device)
-    buffer = ReplayBuffer(args.buffer_size, obs_dim, action_dim, run.device)
+    buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
     update = run.accelerated(
         lambda with_actor: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor), agent.generator
     )

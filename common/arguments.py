@@ -12,7 +12,7 @@ from common.errors import InputError
 class RunArgs:
     """What every algorithm takes. Numbers are above 0, but for those that a class says may be 0, or of any sign."""
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("seed",)
+    may_be_zero: ClassVar[tuple[str, ...]] = ("seed", "eval_episodes")
     any_sign: ClassVar[tuple[str, ...]] = ()
     may_grow: ClassVar[tuple[str, ...]] = ()  # what a run can be given more of: nothing before its end depends on it
 
@@ -35,7 +35,7 @@ class RunArgs:
     eval_every: int = 5_000
     """Environment steps between evaluations."""
     eval_episodes: int = 10
-    """Episodes of an evaluation, from the same starts each time; the policy is deterministic, but for EXPO's."""
+    """Episodes of an evaluation, from the same starts each time, or 0; the policy is deterministic, but for EXPO's."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
     track: bool = False
@@ -65,7 +65,11 @@ class RunArgs:
                     continue
                 if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in allowed):
                     raise InputError(f"{flag} is {value}: give a number above 0")
-                if isinstance(value, float) and value > 1 and field.name in ("gamma", "tau", "gae_lambda", "top"):
+                if (
+                    isinstance(value, float)
+                    and value > 1
+                    and field.name in ("gamma", "tau", "base_tau", "gae_lambda", "top")
+                ):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")
                 if value >= 1 and field.name in ("dropout", "expectile"):
                     raise InputError(f"{flag} is {value}: give a number below 1")

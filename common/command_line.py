@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import tyro
 
-from common.errors import InputError, RunError
+from common.errors import Finished, InputError, RunError
 
 T = TypeVar("T")
 
@@ -21,11 +22,21 @@ def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
     program = Path(sys.argv[0]).name
     try:
         train(parse(arguments))
+    except Finished as said:
+        sys.stderr.write(f"{said}\n")
+    except KeyboardInterrupt:  # before a run has begun, which takes it up itself
+        raise SystemExit(130) from None
     except InputError as error:
         sys.stderr.write(f"{program}: {error}\n")
         raise SystemExit(2) from None
     except RunError as error:
         sys.stderr.write(f"{program}: {error}\n")
+        raise SystemExit(1) from None
+    except torch.OutOfMemoryError as error:
+        full = str(error).partition(". ")[0]  # of a paragraph
+        sys.stderr.write(
+            f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the card\n"
+        )
         raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -40,7 +51,7 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(arguments, args=words)
+            return tyro.cli(arguments, args=words, description=sys.modules[arguments.__module__].__doc__)
     except SystemExit as stop:
         if not stop.code:
             raise

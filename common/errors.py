@@ -1,4 +1,4 @@
-"""The two ways a command ends badly, which `common.command_line` turns into one message and an exit status."""
+"""The ways in which a command ends early, which `common.command_line` turns into one message and an exit status."""
 
 from typing import Any
 
@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 
 class InputError(Exception):
     """What the user gave cannot work (a flag, an id, a file, a folder). Exit status 2; the message names the cure."""
+
+
+class Finished(Exception):
+    """There is nothing to do: what was asked for is there already. Exit status 0."""
 
 
 class RunError(Exception):

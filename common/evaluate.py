@@ -29,6 +29,8 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
     Every call resets with the same seeds, so that evaluations differ by the policy alone, leave no state behind, and
     change nothing in training however often they are done. Raises RunError where an episode does not end.
     """
+    if not envs:
+        return []
     obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), np.int64)
     successes: list[bool | None] = [None] * len(envs)

@@ -131,6 +131,8 @@ class Logger:
 
         Raises RunError where a return is not finite.
         """
+        if not episodes:
+            return
         returns = np.array([episode.return_ for episode in episodes])
         if not np.isfinite(returns).all():
             raise RunError(f"a return in the evaluation at step {self.step:,} is not finite: the environment's rewards")
@@ -201,10 +203,9 @@ class _AppendedFile:
 
 
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
-    """A Weights & Biases run that goes on under the same name after a resume. Raises InputError without the package."""
-    try:
-        import wandb
-    except ImportError:
-        raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)") from None
+    """A Weights & Biases run that goes on under the same name after a resume."""
+    import wandb
+
     identity = f"{name}-{socket.gethostname()}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
-    return wandb.init(project="onramp", name=name, id=identity, dir=folder, config=config, resume="allow")
+    project, group = os.environ.get("WANDB_PROJECT", "onramp"), name.rpartition("__")[0]  # the seeds of a task
+    return wandb.init(project=project, group=group, name=name, id=identity, dir=folder, config=config, resume="allow")

@@ -67,6 +67,9 @@ def _layer_norm(inputs: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.addcmul(shift.unsqueeze(1), F.layer_norm(inputs, scale.shape[1:], eps=EPSILON), scale.unsqueeze(1))
 
 
+ACTIVATIONS: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
+
+
 class MLP(nn.Sequential):
     """Linear or ensemble linear layers, activations between; large ones on the CPU are computed by `common.onednn`."""
 
@@ -80,6 +83,8 @@ class MLP(nn.Sequential):
                 self._layers[-1] += (layer.weight, layer.bias)
             elif isinstance(layer, nn.Linear | EnsembleLinear):
                 self._layers.append((layer.weight, layer.bias))
+            elif not isinstance(layer, ACTIVATIONS[activation]):
+                raise TypeError(f"MLP computes linear layers, their norms and {activation}: {layer} would be left out")
         self._largest = max(layer[0].shape[-2] * layer[0].shape[-1] for layer in self._layers)
 
     def forward(self, inputs: Tensor) -> Tensor:

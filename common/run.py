@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import fcntl
+import importlib.util
 import json
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TextIO, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from common import checkpoint
 from common.acting import Agent
 from common.arguments import OffPolicyArgs, RunArgs
 from common.cuda import Captured, compiled, device
-from common.errors import InputError
+from common.errors import Finished, InputError
 from common.evaluate import Act
 from common.logger import Logger, start_wandb
 from common.onednn import keep_freed_memory
@@ -26,7 +26,7 @@ from common.provenance import commit, hardware, versions
 from common.replay_buffer import ReplayBuffer
 
 R = TypeVar("R")
-MAY_DIFFER = ("run_dir", "track")  # arguments that change where a run is written, not what it computes
+MAY_DIFFER = ("run_dir", "track", "checkpoint_every")  # arguments that do not change what a run computes
 
 
 def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
@@ -38,10 +38,12 @@ def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
 class Run:
     """The folder of a run and what happens in it. Nothing is written before `open`, so bad input leaves no trace."""
 
+    _locks: ClassVar[dict[Path, TextIO]] = {}  # this process's: a run that it began again may be one that failed here
+
     def __init__(self, algo: str, args: RunArgs, steps_between: int | None = None) -> None:
         """`steps_between`: environment steps from one call of `due` or `save_if_due` to the next; num_envs if None.
 
-        Raises InputError where the folder belongs to other arguments; exits with 0 where the run is finished.
+        Raises InputError where the folder belongs to other arguments, Finished where the run is complete.
         """
         self.args, self.steps_between = args, steps_between or args.num_envs
         self.first_step, self.last_step = args.span
@@ -51,7 +53,10 @@ class Run:
         keep_freed_memory()
         self.name, self.folder = name_and_folder(algo, args)
         self.device = device(args.device)
+        if args.track and importlib.util.find_spec("wandb") is None:
+            raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
         self._signal = 0
+        self._handlers: dict[int, Any] = {}  # of signals, as they were before
         self._grown: dict[str, Any] | None = None  # the config of a run that is to be longer than it was
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
@@ -80,7 +85,9 @@ class Run:
         self.logger = Logger(self.folder, self.args.span, self.args.num_envs, saved and saved["logger"], wandb_run)
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # signals reach the main thread only
-                signal.signal(number, self._on_signal)
+                handler = signal.signal(number, self._on_signal)
+                failed = getattr(handler, "__self__", None)  # a run of this process that came to no end
+                self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
         if saved is None:
             self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
             return None
@@ -168,16 +175,22 @@ class Run:
             buffer.drop_old(folder / "replay")
         if self._signal:
             self.logger.say(f"stopped at step {self.step:,}; the same command goes on from there")
-            self.logger.close()
+            self._close()
             raise SystemExit(128 + self._signal)
 
     def finish(self) -> None:
         """Marks the run as complete."""
-        self.logger.close()
         with checkpoint.replacing(self.folder / "DONE") as file:
             file.write(json.dumps({"step": self.step}).encode())
-        self._lock_file.close()
+        self._close()
         self.logger.say(f"done at step {self.step:,}, results in {self.folder}")
+
+    def _close(self) -> None:
+        """Leaves the process as it was."""
+        self.logger.close()
+        self._locks.pop(self.folder.resolve()).close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _check_folder(self) -> None:
         config = self.folder / "config.json"
@@ -195,7 +208,9 @@ class Run:
             before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{config} is damaged: delete {self.folder} to start afresh") from None
-        now = self.config["arguments"] | {"algorithm": self.config["algo"]}
+        now = self.config["arguments"] | {"algorithm": self.config["algo"], "device": self.device.type}
+        if before["device"] == "auto":  # what that was
+            before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
         grown = {k: now[k] for k in self.args.may_grow if 0 < before.get(k, 0) < now.get(k, 0)}
         may_differ = (*MAY_DIFFER, *grown)
         differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
@@ -208,14 +223,17 @@ class Run:
         if grown:
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}
         elif (self.folder / "DONE").exists():
-            sys.stderr.write(f"{self.folder} is finished ({self.last_step - self.first_step:,} steps): nothing to do\n")
-            raise SystemExit(0)
+            raise Finished(f"{self.folder} is finished ({self.last_step - self.first_step:,} steps): nothing to do")
 
     def _lock(self) -> None:
-        self._lock_file = (self.folder / ".lock").open("w")
+        folder = self.folder.resolve()
+        if folder in self._locks:
+            self._locks.pop(folder).close()
+        self._locks[folder] = (folder / ".lock").open("w")
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._locks.pop(folder).close()
             raise InputError(f"another process is running in {self.folder}: wait for it or stop it") from None
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

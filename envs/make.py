@@ -31,18 +31,31 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
-        self._dtype = env.action_space.dtype
+        self._dtype, self._shape = env.action_space.dtype, env.observation_space.shape
         self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
         self.observation_space = Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         obs, _ = self.env.reset(seed=seed, options=options)
-        return np.array(obs, np.float32), {}
+        return self._shaped(obs), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         refuse_non_finite(action)
         obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
-        return np.array(obs, np.float32), float(reward), termination, truncation, self._told(info)
+        try:
+            number = float(reward)
+        except TypeError:
+            raise InputError(f"{self.spec and self.spec.id} gave a reward that is no number, {reward!r}") from None
+        return self._shaped(obs), number, termination, truncation, self._told(info)
+
+    def _shaped(self, obs: Any) -> Array:
+        shaped = np.array(obs, np.float32)
+        if shaped.shape != self._shape:
+            raise InputError(
+                f"{self.spec and self.spec.id} gave an observation of shape {shaped.shape}; "
+                f"its observation_space says {self._shape}"
+            )
+        return shaped
 
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
         """What evaluations read: `success`, and `return` where that is not the sum of the rewards."""

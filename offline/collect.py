@@ -26,7 +26,7 @@ from gymnasium.wrappers.utils import rescale_box
 from tqdm import tqdm
 
 from common.command_line import command_line
-from common.errors import InputError, require_finite
+from common.errors import Finished, InputError, require_finite
 from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
 from envs.make import make, make_vector, seeds
@@ -153,8 +153,7 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
             f"{output} exists and holds other data: {listed or 'the policies are others'}\n"
             "give another --output, or delete it"
         )
-    sys.stderr.write(f"{output} exists already, made by the same command: nothing to do\n")
-    raise SystemExit(0)
+    raise Finished(f"{output} exists already, made by the same command: nothing to do")
 
 
 def _collected(args: Args, env_id: str, env: gym.Env[Any, Any], policies: list[Policy]) -> Transitions:

@@ -92,6 +92,8 @@ class Dataset:
         finite sum a failing state were worth the more the nearer the time limit is.
         """
         rewards = self.column("rewards").astype(np.float64)
+        if failure is not None and gamma == 1.0:
+            raise InputError("--gamma is 1: returns-to-go of endless failure need a smaller one")
         to_go = np.empty_like(rewards)
         longest_first = np.argsort(-self.lengths, kind="stable")
         ends, lengths = self.ends[longest_first], self.lengths[longest_first]
@@ -193,6 +195,8 @@ def read(source: str, compat: bool = False, horizon: int | None = None) -> Recor
     if source in d4rl.IDS or source.endswith((".hdf5", ".h5")) or Path(source).is_file():
         return d4rl.read(source, compat, horizon)
     if minari.is_id(source):
+        if compat or horizon:
+            raise InputError(f"--d4rl-compat and --horizon are for D4RL's files: {source} is Minari's")
         return minari.read(source)
     raise InputError(f"there is no dataset {source}{nearest(source, [*d4rl.IDS, *minari.known()])}")
 
@@ -226,7 +230,7 @@ def load(
     if normalize_returns:
         spread = float(np.ptp(recording.returns()))
         if not 0 < spread < np.inf:
-            raise InputError(f"{source}: all returns are equal or not finite, so they cannot be normalised")
+            raise InputError(f"{source}: all returns are equal or not finite: give --normalize-returns False")
         reward_scale *= 1000.0 / spread
     blocks = _Prepared(recording, reward_scale, reward_shift, None if compat else max_action)
     num_bytes = 4 * capacity * sum(blocks.widths)

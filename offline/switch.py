@@ -126,7 +126,10 @@ def run_config(folder: Path) -> dict[str, Any]:
     """The config.json of a run folder that holds a checkpoint. Raises InputError where it is none."""
     if not (folder / "checkpoint" / "state.pt").exists():
         raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        raise InputError(f"{folder}/config.json is missing or damaged: give another --init-from") from None
     return config
 
 

@@ -20,6 +20,7 @@ from conftest import OFFLINE, PENDULUM, ROOT, command, every_algorithm, final_st
 
 from common.command_line import command_line
 from common.provenance import versions
+from common.replay_buffer import ReplayBuffer
 
 
 class Broken(gym.Env[Any, Any]):
@@ -114,7 +115,25 @@ def test_bad_flags(
         ("sac", ["--learning-starts", "5e3"], ["--learning-starts", "'5e3'"]),
         ("sac", ["--utd", "0"], ["--utd is 0"]),
         ("sac", ["--critic-lr", "nan"], ["--critic-lr is nan"]),
-        ("sac", ["--buffer-size", "1000000000000"], ["GB", "--buffer-size"]),
+        ("sac", ["--buffer-size", "1000000000000", "--total-steps", "1000000000000"], ["GB", "--buffer-size"]),
+        ("sac", ["--track"], ["pip install wandb"]),
+        ("expo", ["--dataset", str(PENDULUM), "--base-tau", "2"], ["--base-tau is 2"]),
+        (
+            "cql",
+            [
+                "--dataset",
+                str(PENDULUM),
+                "--offline-steps",
+                "9",
+                "--calibrated",
+                "--gamma",
+                "1",
+                "--failure-reward",
+                "-1",
+            ],
+            ["--gamma is 1"],
+        ),
+        ("iql", ["--dataset", "D4RL/pen/human-v2", "--d4rl-compat"], ["--d4rl-compat", "Minari"]),
         ("td3", ["--policy-delay", "0"], ["--policy-delay is 0"]),
         ("td3", ["--target-noise", "-0.2"], ["--target-noise is -0.2"]),
         ("bc", ["--dataset", str(PENDULUM), "--top", "1.5"], ["--top is 1.5"]),
@@ -250,6 +269,12 @@ def test_a_checkpoint_that_is_not_finite_is_not_saved(run, tmp_path: Path):
     result = run(*flags("td3_bc", run_dir=tmp_path / "run", checkpoint_every=20, **rates), algo="td3_bc")
     assert_refused(result, 1, "is not finite at step", "learning rate")
     assert not (tmp_path / "run" / "checkpoint" / "state.pt").exists()
+
+
+def test_a_full_card(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB"
+    monkeypatch.setattr(ReplayBuffer, "sample", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError(said)))
+    assert_refused(run(*flags(run_dir=tmp_path / "run")), 1, "CUDA out of memory", "--batch-size", "share")
 
 
 @every_algorithm

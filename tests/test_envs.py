@@ -30,6 +30,35 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+class Odd(gym.Env[Any, Any]):
+    """What it gives is not what its spaces say."""
+
+    observation_space, action_space = Box(-1, 1, (3,), np.float32), Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, obs: tuple[int, ...] = (3,), reward: Any = 0.0) -> None:
+        self.obs, self.reward = np.zeros(obs), reward
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.obs, {}
+
+    def step(self, action: Any) -> Any:
+        return self.obs, self.reward, False, False, {}
+
+
+gym.register("Odd-v0", entry_point=Odd)
+
+
+def test_an_environment_that_breaks_its_own_word_is_refused() -> None:
+    for shape in ((4,), (1, 3), (1,), ()):
+        with pytest.raises(InputError, match=r"Odd-v0 gave an observation of shape .*says \(3,\)"):
+            make("Odd-v0", obs=shape).reset()
+    for reward in (None, np.zeros(1)):
+        env = make("Odd-v0", reward=reward)
+        env.reset()
+        with pytest.raises(InputError, match="Odd-v0 gave a reward that is no number"):
+            env.step(np.zeros(1))
+
+
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "Humanoid-v5", "Pusher-v5", "HalfCheetah-v4"])
 def test_actions_are_rescaled_to_the_box(env_id: str) -> None:
     env, raw = make(env_id), gym.make(env_id)

@@ -3,7 +3,10 @@
 import ast
 import dataclasses
 import itertools
+import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -48,10 +51,10 @@ def test_both_branches_of_every_boolean_flag(
     algo: str, flag: str, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
 ):
     """A run with either value gets to its end. (--track with a stand-in: Weights & Biases itself needs an account.)"""
-    import types
-
-    wandb = types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
-    monkeypatch.setattr("common.run.start_wandb", lambda *_: wandb)
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.init = lambda **_: types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for value in (False, True):
         args = small(algo, total_steps=60, **{flag: value}, run_dir=small(algo).run_dir / str(value))
         module(algo).train(args)

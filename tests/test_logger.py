@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.errors import InputError, RunError
+from common.errors import RunError
 from common.evaluate import Episode
 from common.logger import Logger, start_wandb
 
@@ -114,10 +114,8 @@ def test_times_are_medians_of_the_interval(tmp_path: Path):
     assert kept["time/update_ms"] == 2.0
 
 
-def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="pip install wandb"):
-        start_wandb("sac", tmp_path, {})
     Logger(tmp_path, (0, 100), 1, None).log({"a": 1.0})  # never imports it
 
     calls: list[Any] = []
@@ -128,9 +126,12 @@ def test_weights_and_biases_only_when_asked_and_says_what_is_missing(tmp_path: P
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    logger = Logger(tmp_path, (0, 100), 1, None, start_wandb("sac", tmp_path, {"seed": 1}))
-    start_wandb("sac", tmp_path, {"seed": 1})
+    logger = Logger(tmp_path, (0, 100), 1, None, start_wandb("sac__Hopper-v4__1", tmp_path, {"seed": 1}))
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    start_wandb("sac__Hopper-v4__1", tmp_path, {"seed": 1})
+    assert (calls[0].pop("project"), calls[1].pop("project")) == ("onramp", "mine")
     assert calls[0] == calls[1]  # the same id after a resume
+    assert calls[0]["group"] == "sac__Hopper-v4"
     steps(logger, 3)
     logger.log({"a": 1.0})
     assert calls[2][0] == 3

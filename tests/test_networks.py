@@ -13,7 +13,7 @@ import torch
 from conftest import flags, killed_at
 
 from common import onednn
-from common.networks import Adam, EnsembleLinear, Polyak, TanhGaussian, frozen, mlp
+from common.networks import MLP, Adam, EnsembleLinear, Polyak, TanhGaussian, frozen, mlp
 
 PRODUCT = "mkldnn::_linear_pointwise"
 
@@ -87,6 +87,12 @@ def test_ensemble_equals_its_members_one_by_one(outputs: int):
     for i, got in enumerate(net(inputs)):
         hidden = torch.relu(inputs @ first.weight[i].T + first.bias[i])
         torch.testing.assert_close(got, hidden @ last.weight[i].T + last.bias[i])
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.BatchNorm1d(4)])
+def test_a_layer_that_would_not_be_computed_is_refused(layer: torch.nn.Module):
+    with pytest.raises(TypeError, match="would be left out"):
+        MLP("relu", torch.nn.Linear(3, 4), layer, torch.nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])

@@ -25,7 +25,7 @@ from conftest import (
 )
 
 from common import checkpoint
-from common.errors import InputError
+from common.errors import Finished, InputError, RunError
 from common.replay_buffer import ReplayBuffer
 from common.run import Run
 
@@ -150,13 +150,11 @@ def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
 
 
 @every_algorithm
-def test_a_finished_run_says_so_and_ends_with_0(algo: str, small, capsys: pytest.CaptureFixture[str]):
+def test_a_finished_run_says_so(algo: str, small):
     module(algo).train(small(algo))
     before = (small(algo).run_dir / "evaluations.csv").read_bytes()
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(Finished, match=r"finished \(400 steps\)"):
         module(algo).train(small(algo))
-    assert stop.value.code == 0
-    assert "finished (400 steps)" in capsys.readouterr().err
     assert (small(algo).run_dir / "evaluations.csv").read_bytes() == before
 
 
@@ -190,7 +188,46 @@ def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
         module(algo).train(first)
 
 
-def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small, capsys: pytest.CaptureFixture[str]):
+def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch: pytest.MonkeyPatch):
+    """As a notebook keeps the failed one alive; and what the process did at Ctrl-C it does again behind a run."""
+    add, before = ReplayBuffer.add, signal.getsignal(signal.SIGINT)
+
+    def failing(buffer: ReplayBuffer, *transitions: Any) -> None:
+        if buffer.added == 150:
+            raise RunError("failed")
+        add(buffer, *transitions)
+
+    monkeypatch.setattr(ReplayBuffer, "add", failing)
+    with pytest.raises(RunError) as kept:
+        module("sac").train(small())
+    monkeypatch.setattr(ReplayBuffer, "add", add)
+    assert kept.traceback
+    module("sac").train(small(checkpoint_every=50))  # what does not change the result may change
+    assert (small().run_dir / "DONE").exists()
+    module("sac").train(small(run_dir=small().run_dir.with_name("other")))
+    assert same(final_state(small().run_dir), final_state(small().run_dir.with_name("other")))
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPatch):
+    """And not on another device, whose numbers are others."""
+    module("sac").train(small(device="auto", total_steps=200))
+    path = small().run_dir / "config.json"
+    module("sac").train(small(device="cpu"))
+    path.write_text(path.read_text().replace('"gpu": null', '"gpu": "a card"').replace('"cpu",', '"auto",'))
+    with pytest.raises(InputError, match=r"device \(cuda there, cpu here\)"):
+        module("sac").train(small(device="auto"))
+
+
+@every_algorithm
+def test_a_run_without_evaluations_learns_the_same(algo: str, small, tmp_path: Path):
+    for episodes in (0, 1):
+        module(algo).train(small(algo, eval_episodes=episodes, run_dir=tmp_path / str(episodes)))
+    assert same(final_state(tmp_path / "0"), final_state(tmp_path / "1"))
+    assert len((tmp_path / "0" / "evaluations.csv").read_text().splitlines()) == 1
+
+
+def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     module("sac").train(small())
     path = small().run_dir / "config.json"
     config = json.loads(path.read_text())
@@ -198,20 +235,18 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small, capsys: 
     path.write_text(json.dumps(config))
     with pytest.raises(InputError, match="vectorizer \\(sync there, async here\\)"):
         module("sac").train(small(vectorizer="async"))
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(Finished, match=r"finished \(400 steps\)"):
         module("sac").train(small())
-    assert "finished (400 steps)" in capsys.readouterr().err
 
 
-def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small, capsys: pytest.CaptureFixture[str]):
+def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small):
     module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
     path = small().run_dir / "config.json"
     config = json.loads(path.read_text())
     del config["arguments"]["hidden"]
     path.write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(Finished, match=r"finished \(2 steps\)"):
         module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
-    assert "finished (2 steps)" in capsys.readouterr().err
 
 
 def test_a_run_that_another_command_made_meanwhile_is_not_taken_over(small):

@@ -12,7 +12,7 @@ from formulas import Array, forward, layers, make_batch, parameters, values
 from algos.sac import SAC, Args
 from common.checkpoint import state_of
 from common.networks import Adam
-from common.replay_buffer import ReplayBuffer
+from common.replay_buffer import Batch, ReplayBuffer
 
 
 def make_agent(**changed: Any) -> SAC:
@@ -147,6 +147,19 @@ def test_defaults_are_the_papers():
     assert (args.critics, args.learning_starts, args.utd, args.buffer_size) == (2, 5_000, 1, 1_000_000)
     agent = SAC(Args(**SMALL["sac"]), 3, 2, torch.device("cpu"))
     assert (agent.log_alpha.item(), agent.target_entropy) == (0, -2)
+
+
+def test_a_fixed_temperature_and_another_target_entropy():
+    """α moves, at its rate, towards the policy of this entropy, and not at all at the rate 0."""
+    agents = [SAC(Args(**SMALL["sac"], alpha=0.2, alpha_lr=rate), 3, 2, torch.device("cpu")) for rate in (0.0, 1e-2)]
+    batch = Batch(*(part.float() for part in make_batch()[:5]))
+    for agent in agents:
+        for _ in range(3):
+            agent.update(batch)
+    assert agents[0].log_alpha.item() == pytest.approx(math.log(0.2))
+    assert abs(agents[1].log_alpha.item() - math.log(0.2)) == pytest.approx(3e-2, rel=0.1)
+    low, high = (make_agent(target_entropy=each) for each in (-0.5, -2.0))
+    assert (low.target_entropy, high.target_entropy) == (-1, -4)  # of two actions
 
 
 def test_state_covers_all():
