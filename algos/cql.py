@@ -239,7 +239,7 @@ class CQL:
         return loss, term.detach(), {name: value.detach() for name, value in metrics.items()}
 
     def actor_loss(self, batch: Batch, imitate: bool = False) -> tuple[Tensor, Tensor, Metrics]:
-        """SAC's: α log π - min_i Q_i (to `imitate`: with log π(a_data|s) for Q); also the log-probabilities."""
+        """SAC's: α log π - min_i Q_i (to `imitate`: with log π(a_data|s) for Q); also log π [batch]."""
         policy = self.actor(batch.obs)
         actions, log_prob = policy.rsample(self.generator)
         if imitate:

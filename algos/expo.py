@@ -276,7 +276,7 @@ class EXPO:
         return loss, {"losses/base": loss.detach()}
 
     def edit_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """α log π(β ê|s, a) - mean_i Q_i(s, a + β ê), a the batch's action; also the log-probabilities, for α."""
+        """α log π(β ê|s, a) - mean_i Q_i(s, a + β ê), a the batch's action; also log π [batch], for α."""
         edits, log_prob = self.edit(batch.obs, batch.actions, self.generator, self.dropout).rsample(self.generator)
         log_prob = log_prob - self.log_scale
         with frozen(self.critic):  # the gradient passes through the critics and stops there

@@ -103,6 +103,8 @@ class Rollout(NamedTuple):
 
 
 class Minibatch(NamedTuple):
+    """obs [batch, obs_dim], actions [batch, action_dim], the others [batch]."""
+
     obs: Tensor  # normalised
     actions: Tensor
     log_probs: Tensor  # of the policy that acted
@@ -167,7 +169,7 @@ class PPO:
         advantages = batch.advantages
         if self.args.normalize_advantages:
             advantages = F.layer_norm(advantages, advantages.shape, eps=1e-8)
-        # clip(ρ, 1 - ε, 1 + ε) Â, wherever it is below ρ Â, is Â + ε |Â|.
+        # clip(ρ, 1 - ε, 1 + ε) Â, wherever it is below ρ Â, is Â + ε |Â|: a clamp less, forward and back.
         bound = advantages.add(advantages.abs(), alpha=self.args.clip)
         return -torch.minimum(advantages * ratio, bound).mean()
 

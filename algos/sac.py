@@ -139,7 +139,7 @@ class SAC:
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """KL divergence from the policy to exp(Q / α), eq. 7 and 9; also the log-probabilities, for α."""
+        """KL divergence from the policy to exp(Q / α), eq. 7 and 9; also the log-probabilities [batch], for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
             value = self.critic(batch.obs, actions).amin(0)

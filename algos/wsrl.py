@@ -268,7 +268,7 @@ class WSRL:
         return loss, term, {name: value.detach() for name, value in (metrics | {"losses/critic": loss}).items()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """SAC's: α log π - min_i Q_i, of all critics; also the log-probabilities, for α."""
+        """SAC's: α log π - min_i Q_i, of all critics; also log π [batch], for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
             values = self.critic(batch.obs, actions)

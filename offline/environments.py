@@ -64,6 +64,7 @@ class Maze(gym.Wrapper[Array, Array, Any, Any]):
         raise NotImplementedError
 
     def draw_goal(self, random: np.random.Generator) -> Array:
+        """Where the episode's goal is, x and y [2], in D4RL's coordinates."""
         raise NotImplementedError
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
