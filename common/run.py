@@ -212,7 +212,8 @@ class Run:
         if before["device"] == "auto":  # what that was
             before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
         grown = {k: now[k] for k in self.args.may_grow if 0 < before.get(k, 0) < now.get(k, 0)}
-        may_differ = (*MAY_DIFFER, *grown)
+        done = (self.folder / "DONE").exists() and not grown
+        may_differ = (*MAY_DIFFER, *grown, *(("device",) if done else ()))
         differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
         if differ:
             listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
@@ -222,7 +223,7 @@ class Run:
             )
         if grown:
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}
-        elif (self.folder / "DONE").exists():
+        elif done:
             raise Finished(f"{self.folder} is finished ({self.last_step - self.first_step:,} steps): nothing to do")
 
     def _lock(self) -> None:

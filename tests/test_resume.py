@@ -216,6 +216,8 @@ def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPat
     module("sac").train(small(device="cpu"))
     path.write_text(path.read_text().replace('"gpu": null', '"gpu": "a card"').replace('"cpu",', '"auto",'))
     with pytest.raises(InputError, match=r"device \(cuda there, cpu here\)"):
+        module("sac").train(small(device="auto", total_steps=600))
+    with pytest.raises(Finished):
         module("sac").train(small(device="auto"))
 
 
