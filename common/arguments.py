@@ -65,11 +65,7 @@ class RunArgs:
                     continue
                 if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in allowed):
                     raise InputError(f"{flag} is {value}: give a number above 0")
-                if (
-                    isinstance(value, float)
-                    and value > 1
-                    and field.name in ("gamma", "tau", "base_tau", "gae_lambda", "top")
-                ):
+                if value > 1 and field.name in ("gamma", "tau", "base_tau", "gae_lambda", "top"):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")
                 if value >= 1 and field.name in ("dropout", "expectile"):
                     raise InputError(f"{flag} is {value}: give a number below 1")
