@@ -40,8 +40,9 @@ class Denoiser(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, width: int, blocks: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.frequencies = nn.Parameter(0.2 * torch.randn(width // 4, generator=generator))
-        self.of_time = nn.Sequential(Linear(2 * (width // 4), width), nn.SiLU(), Linear(width, width))
+        frequencies = max(1, width // 4)
+        self.frequencies = nn.Parameter(0.2 * torch.randn(frequencies, generator=generator))
+        self.of_time = nn.Sequential(Linear(2 * frequencies, width), nn.SiLU(), Linear(width, width))
         self.first = Linear(action_dim + obs_dim + width, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.last = Linear(width, action_dim)

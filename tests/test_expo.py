@@ -29,6 +29,7 @@ from common.denoiser import Denoiser
 from common.errors import InputError
 from common.networks import Adam, EnsembleLinear, LayerNorm
 from common.replay_buffer import Batch, ReplayBuffer
+from offline.switch import Switch
 
 E, S = 5, 2  # critics, and how many are drawn
 SMALL = PRESETS["locomotion"] | SIZES["small"] | {
@@ -36,6 +37,9 @@ SMALL = PRESETS["locomotion"] | SIZES["small"] | {
     "dataset": "none.hdf5", "online_steps": 1,
 }  # fmt: skip
 MEAN, DEVIATION = 0.25, 0.1  # of Gaussian data, for which the best network is known
+
+
+NO_BEST_BACKUP: list[dict[str, Any]] = [{}, {"edits": 0}, {"base_candidates": False}]
 
 
 def float32_agent(action_dim: int = 2, **changed: Any) -> EXPO:
@@ -252,6 +256,12 @@ class TestBasePolicy:
                 x = x + dense(swish(dense(normal, f"blocks.{i}.up")), f"blocks.{i}.down")
             np.testing.assert_allclose(got[k, b], dense(swish(x), "last"), rtol=1e-9)
 
+    @pytest.mark.parametrize("width", [3, 4])
+    def test_the_narrowest_denoiser_too_is_told_the_time(self, width: int) -> None:
+        net = Denoiser(3, 2, width, 1, torch.Generator().manual_seed(0))
+        first, second = (net(torch.zeros(1, 3), torch.zeros(1, 2), torch.full((), t)) for t in (1.0, 7.0))
+        assert not torch.allclose(first, second)
+
 
 def edited(
     agent: EXPO, obs: Array, actions: Array, noise: Array, kept: list[Array] | None = None
@@ -329,6 +339,9 @@ class TestSelection:
         assert np.array_equal(first, agent.for_evaluation()(obs))
         assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
         assert torch.equal(agent.generator.get_state(), before)
+        other = float32_agent(edit_scale=3.0, seed=2)
+        restore(other, state_of(agent))
+        assert not np.array_equal(first, other.for_evaluation()(obs))  # of another seed, with the same weights
         assert np.abs(first).max() <= 1
         assert np.abs(agent.act(obs)).max() > 1
 
@@ -351,15 +364,16 @@ class TestSelection:
 
 
 class TestLosses:
-    @pytest.mark.parametrize("variant", [{}, {"best_backup": False}, {"best_backup": False, "edits": 0}], ids=str)
+    @pytest.mark.parametrize("variant", [{}, *({"best_backup": False} | v for v in NO_BEST_BACKUP)], ids=str)
     def test_critic_loss_equals_an_independent_formula(self, variant: dict[str, Any]) -> None:
         agent, batch = make_agent(**variant), make_batch()
         obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
         rng = np.random.default_rng(1)
-        candidates = rng.uniform(-1, 1, (5 if agent.edits else 3, 5, 2))
+        first_edited = 3 if agent.edits and agent.args.base_candidates else 0
+        candidates = rng.uniform(-1, 1, (first_edited + (2 if agent.edits else 3), 5, 2))
         drawn = Drawn(agent.generator)
         if variant:  # the first sample, or the first edited one
-            best = candidates[3 if agent.edits else 0]
+            best = candidates[first_edited]
         else:
             choosers, best = drawn_subset(drawn), np.empty((5, 2))
             for b in range(5):
@@ -699,6 +713,20 @@ class TestRuns:
         agent = final_state(args.run_dir)["agent"]
         steps = [int(agent[f"{name}_optimizer"]["state"][0]["step"]) for name in ("critic", "base", "edit", "alpha")]
         assert steps == [30, 30, 10, 10]
+
+    def test_pre_training_takes_one_batch_and_a_step_one_for_each_update(
+        self, small: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes: list[tuple[bool, int]] = []
+        sample = Switch.sample
+        monkeypatch.setattr(
+            Switch,
+            "sample",
+            lambda self, size, online, *rest: sizes.append((online, size)) or sample(self, size, online, *rest),
+        )
+        args = small("expo", offline_steps=20, online_steps=10, utd=3)
+        module("expo").train(args)
+        assert Counter(sizes) == {(False, args.batch_size): 20, (True, 3 * args.batch_size): 10}
 
     def test_each_evaluation_has_a_policy_of_its_own(self, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whose noise begins anew, and goes on from step to step."""
