@@ -91,24 +91,32 @@ class Contender:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise ContenderError("\n  ".join([f"{self.name} ended with status {status}; its last lines:", *lines]))
 
+    def _send(self, number: signal.Signals) -> None:
+        """One by one: the processes of our environments are in groups of their own."""
+        for member in self.members():
+            with suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
+
     def stop(self) -> None:
         """Stop it; returns once no process of it runs."""
         self.check()
-        os.killpg(self.process.pid, signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
         deadline = time.monotonic() + 10
         while any(_status(member) not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for member in self.members()):
             self.check()
             if time.monotonic() > deadline:
                 raise ContenderError(f"{self.name} does not stop")
             time.sleep(0.0005)
+            self._send(signal.SIGSTOP)  # to those begun meanwhile
 
     def resume(self) -> None:
         """Let it go on."""
-        os.killpg(self.process.pid, signal.SIGCONT)
+        self._send(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it and its children, stopped or not."""
-        with suppress(ProcessLookupError):  # it ended by itself, and its children with it
+        self._send(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # where it ended by itself, those of its group that did not
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
