@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 CONTROL = "nvidia-cuda-mps-control"
+PATIENCE = 60  # seconds
 CLIENT = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
 
 
@@ -27,17 +28,24 @@ def shared_card() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
         own = {f"CUDA_MPS_{name}_DIRECTORY": folder for name in ("PIPE", "LOG")}
 
-        def run(*command: str, said: str | None = None) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                command, input=said, env=os.environ | own, capture_output=True, text=True, check=False
-            )
+        def run(*command: str, said: str = "") -> str | None:
+            """What it says where it fails, or does not end."""
+            with tempfile.TemporaryFile("w+") as output:  # no pipe: the service would keep it open
+                try:
+                    done = subprocess.run(
+                        command, input=said, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT,
+                        text=True, timeout=PATIENCE, check=False,
+                    )  # fmt: skip
+                except subprocess.TimeoutExpired:
+                    return f"no answer in {PATIENCE} s"
+                output.seek(0)
+                return output.read().strip() if done.returncode else None
 
-        started = run(CONTROL, "-d")
-        if started.returncode:
-            yield f"MPS does not start ({(started.stderr or started.stdout).strip()}): the runs on one card take turns"
+        if (failure := run(CONTROL, "-d")) is not None:
+            yield f"MPS does not start ({failure}): the runs on one card take turns"
             return
         try:
-            if run(*CLIENT).returncode:  # a service that starts may still serve nobody, and its clients see no card
+            if run(*CLIENT) is not None:  # a service that starts may still serve nobody, and its clients see no card
                 yield "MPS starts but serves nobody: the runs on one card take turns"
                 return
             os.environ.update(own)

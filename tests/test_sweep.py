@@ -324,6 +324,7 @@ def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
     [
         (0, "true", "share it by MPS"),
         (0, "false", "serves nobody"),
+        (0, "sleep 60", "serves nobody"),
         (1, "true", "no card here): the runs on one card take"),
     ],
 )
@@ -331,12 +332,15 @@ def test_runs_on_one_card_share_it_by_a_service_that_ends_with_the_sweep(
     status: int, client: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With stand-ins for NVIDIA's program, which writes down how it was called, and for one that uses the card."""
-    monkeypatch.setattr("bench.mps.CLIENT", (client,))
+    monkeypatch.setattr("bench.mps.CLIENT", tuple(client.split()))
+    monkeypatch.setattr("bench.mps.PATIENCE", 2)
     program, calls = tmp_path / "nvidia-cuda-mps-control", tmp_path / "calls"
     program.write_text(f'#!/bin/sh\n[ "$1" ] || read -r line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {calls}\n'
+                       f'[ "$1" ] && sleep 30 &\n'  # the service, which keeps what it was given to write to
                        f'echo "no card here" >&2; exit {status}\n')  # fmt: skip
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    started = time.monotonic()
     with shared_card() as message:
         assert said in message
         inside = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
@@ -348,7 +352,8 @@ def test_runs_on_one_card_share_it_by_a_service_that_ends_with_the_sweep(
     else:
         assert [line[0] for line in lines] == ["-d", "quit"]
         assert (lines[0][1] == inside == lines[1][1]) == (client == "true")
-        assert (inside is None) == (client == "false")
+        assert (inside is None) == (client != "true")
+    assert time.monotonic() - started < 15
 
 
 def test_without_the_service_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
