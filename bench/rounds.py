@@ -43,7 +43,7 @@ def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
     by_name: dict[str, list[Slice]] = {}
     for s in (s for slices in rounds for s in slices):
         by_name.setdefault(s.contender, []).append(s)
-    names = [name for name in ("ours", "eager", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in by_name]
+    names = [name for name in ("ours", "eager", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in by_name]
     rate = {name: [s.steps_per_second for s in by_name[name]] for name in names}
     lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
     for name in names:

@@ -60,6 +60,7 @@ class Algorithm:
     """Where the peers are installed."""
 
 
+RUNS = {"ours": "run", "eager": "run-eager", "compiled": "run-compiled"}  # folders of ours, the others on a GPU alone
 OFF_POLICY = {
     "learning_starts": LEARNING_STARTS,
     "batch_size": 256,
@@ -193,8 +194,9 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
         ours.append(env_id)
     lines = {"ours": ours}
     if args.device == "cuda" and algorithm.flags:
-        lines["eager"] = [*ours, "--no-cuda-graph"]
-        lines["eager"][lines["eager"].index("--run-dir") + 1] += "-eager"
+        for name, flag in (("eager", "--no-cuda-graph"), ("compiled", "--compile")):
+            lines[name] = [*ours, flag]
+            lines[name][ours.index("--run-dir") + 1] = str(folder / RUNS[name])
     for peer in peers(args):
         lines[peer] = [str(python_of_peers(args)), script, algorithm.peers[peer], *places, json.dumps(theirs)]
     if "loop" in lines:
@@ -250,7 +252,7 @@ def main(args: Args) -> None:
     stamp = time.strftime("%Y-%m-%dT%H%M%S")
     out = args.out or ROOT / "results" / "speed" / f"{args.algo}-{args.env.replace('/', '_')}-{stamp}.csv"
     with contest() as (contenders, folder):
-        losses = {"ours": folder / "run" / "metrics.csv", "eager": folder / "run-eager" / "metrics.csv"}
+        losses = {name: folder / run / "metrics.csv" for name, run in RUNS.items()}
         metrics = losses["ours"]
         algorithm = ALGORITHMS[args.algo]
         if algorithm.dataset and not args.dataset:

@@ -30,6 +30,8 @@ class RunArgs:
     """Run the update through torch.compile."""
     cuda_graph: bool = True
     """On CUDA, run the update, and acting, as captured graphs, which launch all their kernels at once."""
+    tf32: bool = False
+    """On CUDA, multiply matrices with 10 bits of mantissa instead of 23, as JAX does: faster for large networks."""
     run_dir: Path | None = None
     """Run folder; runs/<algorithm>__<env or dataset>__<seed> unless given."""
     eval_every: int = 5_000

@@ -52,7 +52,7 @@ class Run:
         torch.set_flush_denormal(True)
         keep_freed_memory()
         self.name, self.folder = name_and_folder(algo, args)
-        self.device = device(args.device)
+        self.device = device(args.device, args.tf32)
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
         self._signal = 0

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 R = TypeVar("R")
 # They read a number from the device, give results whose shape depends on one, or bring one from the host.
 SHAPES = ("squeeze_", "unsqueeze_", "transpose_", "t_")  # these change no memory
+# Of floats these raise on CUDA under torch.use_deterministic_algorithms, whose documentation lists them.
+NEVER_THE_SAME = ("put", "histc", "bincount", "median", "nanmedian", "cumsum")
 BREAK_A_CAPTURE = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "lift_fresh")
 
 
@@ -62,6 +64,9 @@ class _Notes(TorchDispatchMode):
         by_mask = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
         if name in BREAK_A_CAPTURE or by_mask:
             raise RuntimeError(f"a CUDA graph cannot capture {name}")
+        of_floats = any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(args))
+        if name.removesuffix("_") in NEVER_THE_SAME and of_floats:
+            raise RuntimeError(f"{name} has no deterministic algorithm on CUDA")
         if name in SHAPES:
             return operation(*args, **kwargs)  # once is enough
         for place, argument in enumerate(operation._schema.arguments):

@@ -1,8 +1,11 @@
 """Updates as CUDA graphs, with a graph of the tests' own where there is no GPU; the GPU's part is in test_cuda.py."""
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from formulas import make_batch, parameters
 from torch import Tensor
 
 from common import networks
-from common.cuda import SHARE, WARM_UP, Captured, compiled, device, share_of_memory
+from common.cuda import SHARE, WARM_UP, Captured, CUDAGraph, compiled, device, share_of_memory
 from common.errors import InputError
 from common.replay_buffer import free_memory
 from common.run import Run
@@ -50,6 +53,21 @@ def test_a_captured_run_equals_an_eager_one(
     assert (eager / "evaluations.csv").read_text() == (captured / "evaluations.csv").read_text()
     assert same(final_state(eager), final_state(captured))
     assert replay_bytes(eager) == replay_bytes(captured)
+
+
+@pytest.mark.parametrize(("algo", "utd"), [("expo", 20), ("wsrl", 4)])
+def test_as_many_updates_a_step_as_the_papers_are_one_graph(
+    algo: str, utd: int, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[Captured[Any]]
+):
+    for cuda_graph in (False, True):
+        args = small(algo, cuda_graph=cuda_graph, utd=utd, total_steps=180, run_dir=tmp_path / str(cuda_graph))
+        module(algo).train(args)
+    [online] = [kind.calls for key, kind in as_on_a_gpu[0]._kinds.items() if key == (True,)]
+    state = final_state(tmp_path / "True")
+    updates = int(state["agent"]["critic_optimizer"]["state"][0]["step"])
+    assert utd * online == updates - (args.offline_steps if algo == "wsrl" else 0)  # EXPO's critics learn online alone
+    assert online > WARM_UP
+    assert same(final_state(tmp_path / "False"), state)
 
 
 class TestCaptured:
@@ -117,6 +135,55 @@ class TestCaptured:
         with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"):
             captured(torch.ones(3))
 
+    @pytest.mark.parametrize("function", [lambda x: x.cumsum(0), lambda x: x.histc(3)])
+    def test_what_has_no_deterministic_kernel_there_is_refused(self, function: Callable[[Tensor], Tensor]) -> None:
+        captured = Captured(function, torch.Generator(), CPUGraph)
+        for _ in range(WARM_UP):
+            captured(torch.ones(3))
+        with pytest.raises(RuntimeError, match="no deterministic algorithm"):
+            captured(torch.ones(3))
+
+
+def test_cuda_is_asked_for_a_graph_in_the_order_that_it_wants(monkeypatch: pytest.MonkeyPatch):
+    """With a stand-in for torch.cuda: the generator is known before anything is recorded; warm-ups and recording are on
+    one stream of their own, which waits for what was sent before, and is waited for; an error leaves Python as it was.
+    """
+    calls: list[tuple[Any, ...]] = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            calls.append(("wait", self, other))
+
+    @contextlib.contextmanager
+    def on(kind: str, *where: Any) -> Iterator[None]:
+        calls.append((f"begin {kind}", *where))
+        yield
+        calls.append((f"end {kind}", *where))
+
+    current, own = Stream(), Stream()
+    graph = SimpleNamespace(
+        register_generator_state=lambda state: calls.append(("register", state)),
+        replay=lambda: calls.append(("replay",)),
+    )
+    monkeypatch.setattr(CUDAGraph, "stream", None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "stream", partial(on, "stream"))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: on("record", graph, stream))
+    generator = torch.Generator()
+    captured = Captured(lambda x: calls.append(("function", gc.isenabled())) or x, generator, CUDAGraph)
+    for _ in range(WARM_UP + 2):
+        captured(torch.ones(3))
+    warm_up = [
+        ("wait", own, current), ("begin stream", own), ("function", True), ("end stream", own), ("wait", current, own),
+    ]  # fmt: skip
+    recording = [("begin record", graph, own), ("function", False), ("end record", graph, own)]
+    assert calls == [("register", generator), *WARM_UP * warm_up, *recording, *2 * [("replay",)]]
+    with pytest.raises(ZeroDivisionError):
+        CUDAGraph(generator).record(lambda: 1 / 0)
+    assert gc.isenabled()
+
 
 @pytest.mark.parametrize("said", ["0", "1.5", "half", "nan"])
 def test_a_share_of_the_memory_that_is_none_is_refused(said: str, monkeypatch: pytest.MonkeyPatch):
@@ -135,6 +202,22 @@ def test_a_run_given_a_share_of_a_card_does_not_train_on_the_cpu(monkeypatch: py
     assert device("cpu").type == "cpu"
     with pytest.raises(InputError, match=f"{SHARE} gives a share of a GPU, but PyTorch sees no CUDA device"):
         device("auto")
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_mantissa_of_products_on_cuda_is_what_was_asked_for(tf32: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda wanted: None)
+    products = torch.backends.cuda.matmul
+    before = products.allow_tf32
+    monkeypatch.setattr("common.run.device", lambda *asked: device("cuda", *asked[1:]))
+    try:
+        products.allow_tf32 = not tf32  # from a run before it in this process
+        Run("sac", module("sac").Args(tf32=tf32))
+        assert products.allow_tf32 is tf32
+    finally:
+        products.allow_tf32 = before
 
 
 @pytest.mark.parametrize(("free", "expected"), [(900, 400), (300, 300)])

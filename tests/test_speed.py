@@ -1,5 +1,7 @@
 """`bench/speed.py` counts every step, really stops who is stopped, leaves nothing behind, and has an honest floor."""
 
+import contextlib
+import csv
 import json
 import os
 import shlex
@@ -10,6 +12,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -19,13 +22,14 @@ from conftest import PENDULUM, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import expo_sampling, step_time
+from bench import expo_sampling, packing, step_time
 from bench.alternate import Contender, ContenderError, Slice, alternate, contest
 from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
 from bench.rounds import read_rounds, report, write_rounds
 from bench.speed import ALGORITHMS, Args, commands, environment, has_losses, main, update_times
 from bench.step_counter import COUNTER_FILE, counted, read_steps
 from bench.wsrl_loop import Loop
+from common.cuda import SHARE
 from common.provenance import commit
 from common.replay_buffer import Batch
 from offline.switch import with_presets
@@ -124,12 +128,62 @@ def test_d3rlpys_gradient_steps_are_counted(tmp_path: Path, algo: str) -> None:
 
 
 @pytest.mark.parametrize("algo", ["sac", "ppo"])
-def test_on_a_gpu_ours_runs_with_a_graph_and_without(algo: str, tmp_path: Path) -> None:
+def test_on_a_gpu_ours_runs_with_a_graph_without_and_compiled(algo: str, tmp_path: Path) -> None:
     lines = commands(Args(algo=algo, device="cuda"), tmp_path)
-    assert list(lines) == ["ours", "eager", "sb3"]
-    own, eager = (shlex.join(lines[name]) for name in ("ours", "eager"))
+    assert list(lines) == ["ours", "eager", "compiled", "sb3"]
+    own, eager, compiled = (shlex.join(lines[name]) for name in ("ours", "eager", "compiled"))
     assert "--device cuda" in own
     assert eager.replace("run-eager", "run") == f"{own} --no-cuda-graph"
+    assert compiled.replace("run-compiled", "run") == f"{own} --compile"
+
+
+class Counting:
+    """A contender that makes a hundred steps a slice, and notes what it was begun with."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], *_: Any) -> None:
+        self.name, self.command, self.env, self.count = name, command, env, 0
+        Counting.made.append(self)
+
+    def resume(self) -> None:
+        self.count += 100
+
+    def steps(self) -> int:
+        return self.count
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def warm_up(self, timeout: float) -> None: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_packing_runs_as_many_as_asked_beside_one_that_has_all_of_them_to_itself(
+    on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "Contender", Counting)
+    monkeypatch.setattr(packing, "shared_card", lambda: contextlib.nullcontext("by MPS"))
+    monkeypatch.setattr(packing, "accelerator", lambda: "a card")
+    monkeypatch.setattr(Counting, "made", [])
+    out = tmp_path / "packing.csv"
+    packing.main(packing.Args(runs=12, device=on, rounds=3, slice_seconds=0.01, out=out))
+    alone, *ours = Counting.made
+    assert len(ours) == 12
+    for run in ours:
+        flags = tyro.cli(module("sac").Args, args=run.command[2:])
+        assert (flags.device, run.env["OMP_NUM_THREADS"]) == (on, "1")
+        assert float(run.env[SHARE]) * 13 == pytest.approx(1)
+    assert len({run.command[run.command.index("--run-dir") + 1] for run in Counting.made}) == 13
+    assert alone.env["OMP_NUM_THREADS"] == ("1" if on == "cuda" else "12")
+    text = out.read_text()
+    assert ("# sharing: by MPS" in text) == (on == "cuda")
+    rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    steps = {row["contender"]: {r["steps"] for r in rows if r["contender"] == row["contender"]} for row in rows}
+    assert steps == {"ours": {"1200"}, alone.name.removesuffix("-0"): {"100"}}
+    assert len(rows) == 6
 
 
 def test_what_is_drawn_on_the_cpu_is_not_measured_as_a_gpus() -> None:
