@@ -10,24 +10,25 @@ from common.networks import Linear, glorot
 from common.onednn import EPSILON, linear
 
 
+def dense(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, swish: bool = False) -> Tensor:
+    """A linear layer, by oneDNN on the CPU where nothing is to be differentiated."""
+    if inputs.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return linear(inputs, weight.contiguous(), bias, "swish" if swish else None)
+    outputs = F.linear(inputs, weight, bias)
+    return F.silu(outputs) if swish else outputs
+
+
 class Block(nn.Module):
     """What a residual block makes of its stream [..., width]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width, EPSILON),
-            Linear(width, 4 * width),
-            Linear(4 * width, width),
-        )
+        self.norm = nn.LayerNorm(width, EPSILON)
+        self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, stream: Tensor) -> Tensor:
-        normal = self.norm(stream)
-        if stream.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            hidden = linear(normal, self.up.weight, self.up.bias, "swish")
-            return linear(hidden, self.down.weight, self.down.bias).add_(stream)
-        change: Tensor = self.down(F.silu(self.up(normal)))
-        return stream + change
+        hidden = dense(self.norm(stream), self.up.weight, self.up.bias, swish=True)
+        return dense(hidden, self.down.weight, self.down.bias).add_(stream)
 
 
 class Denoiser(nn.Module):
@@ -53,10 +54,9 @@ class Denoiser(nn.Module):
         embedding = self.of_time(torch.cat([angles.cos(), angles.sin()], dim=-1))
         # One layer on all three side by side; each part is multiplied only as often as it differs.
         parts = self.first.weight.split([noisy.shape[-1], obs.shape[-1], embedding.shape[-1]], dim=1)
-        of_actions, of_obs, of_time = (F.linear(x, w) for x, w in zip((noisy, obs, embedding), parts, strict=True))
-        stream = self.blocks(of_actions + (of_obs + of_time + self.first.bias))
-        outputs: Tensor = self.last(F.silu(stream))
-        return outputs
+        of_actions, of_obs, of_time = (dense(x, w) for x, w in zip((noisy, obs, embedding), parts, strict=True))
+        stream = self.blocks(of_actions.add_(of_obs + (of_time + self.first.bias)))
+        return dense(F.silu(stream), self.last.weight, self.last.bias)
 
 
 def variance_preserving(steps: int) -> tuple[Tensor, Tensor]:
