@@ -29,7 +29,8 @@ def missing_list() -> str:
         ("From offline to online", SWITCHES, scores("online"), ("hopper-medium",), 2, 50_000),
         ("WSRL's comparison", VARIANTS, scores("wsrl"), ("pen-binary", "hopper-sac-200k", "maze2d-medium"), 3, 20_000),
         ("WSRL's comparison, longer", LONGER, scores("wsrl-longer"), ("pen-binary",), 3, 100_000),
-        ("EXPO's comparison", EXPO, scores("expo"), ("pen-binary-time", "maze2d-medium"), 3, 20_000),
+        ("EXPO's comparison on the pen", EXPO, scores("expo"), ("pen-binary-time",), 3, 30_000),
+        ("EXPO's comparison in the maze", EXPO, scores("expo"), ("maze2d-medium",), 3, 20_000),
     )
     lines = []
     for kind, names, found, tasks, wanted, steps in plans:
