@@ -26,7 +26,8 @@ from common.networks import Adam, mlp
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch
 from common.run import Run
-from envs.make import make, make_vector, seeds
+from common.seeding import generator, seeds
+from envs.make import make, make_vector
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, with_presets
 
@@ -58,8 +59,8 @@ class Actor(nn.Module):
 
 class BC:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
-        initializer = torch.Generator().manual_seed(args.seed)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
+        initializer = generator(args.seed, "networks")
+        self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim, epsilon=1e-3).to(device)

@@ -29,7 +29,8 @@ from common.evaluate import Act, evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
 from common.replay_buffer import Batch
 from common.run import Run
-from envs.make import make, make_vector, seeds
+from common.seeding import generator, seeds
+from envs.make import make, make_vector
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, with_presets
 
@@ -161,8 +162,8 @@ class Critic(nn.Module):
 class EXPO:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         given: Any = args  # with_presets has filled in what could be None
-        initializer = torch.Generator().manual_seed(args.seed)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
+        initializer = generator(args.seed, "networks")
+        self.generator = generator(args.seed, "agent", device)
         self.base = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)
         self.base_average = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)  # it acts
         self.base_average.load_state_dict(self.base.state_dict())
@@ -199,9 +200,9 @@ class EXPO:
         return actions.clamp(-1.0, 1.0) if deterministic else actions
 
     def for_evaluation(self) -> Act:
-        """The policy as it is, drawn, with noise of its own that is the same in every evaluation."""
-        generator = torch.Generator(self.device).manual_seed(self.args.seed)
-        return partial(self.act, deterministic=True, generator=generator)
+        """Return the policy, which samples, with noise of its own that is the same in every evaluation."""
+        noise = generator(self.args.seed, "evaluation noise", self.device)
+        return partial(self.act, deterministic=True, generator=noise)
 
     @torch.no_grad()
     def sample(self, base: Denoiser, obs: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -36,7 +36,8 @@ from common.evaluate import evaluate
 from common.networks import HALF_LOG_2PI, Adam, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
 from common.run import Run
-from envs.make import make, make_vector, seeds
+from common.seeding import generator, seeds
+from envs.make import make, make_vector
 from envs.state import get_states, set_states
 
 Array = NDArray[np.float32]
@@ -145,8 +146,8 @@ class Critic(nn.Module):
 
 class PPO:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
-        initializer = torch.Generator().manual_seed(args.seed)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
+        initializer = generator(args.seed, "networks")
+        self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, args, initializer).to(device)
         self.optimizer = Adam([*self.actor.parameters(), *self.critic.parameters()], args.learning_rate, eps=1e-5)

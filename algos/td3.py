@@ -30,7 +30,8 @@ from common.evaluate import evaluate
 from common.networks import Adam, Polyak, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
-from envs.make import make, make_vector, seeds
+from common.seeding import generator, seeds
+from envs.make import make, make_vector
 from envs.state import get_states, set_states
 
 Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
@@ -106,8 +107,8 @@ class Critic(nn.Module):
 
 class TD3:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
-        initializer = torch.Generator().manual_seed(args.seed)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
+        initializer = generator(args.seed, "networks")
+        self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.actor_target = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.actor_target.load_state_dict(self.actor.state_dict())

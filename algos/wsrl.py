@@ -36,7 +36,8 @@ from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
 from common.replay_buffer import Batch
 from common.run import Run, name_and_folder
-from envs.make import make, make_vector, seeds
+from common.seeding import generator, seeds
+from envs.make import make, make_vector
 from envs.state import get_states, set_states
 from offline.switch import OfflineArgs, Switch, run_config, with_presets
 
@@ -179,8 +180,8 @@ class Critic(nn.Module):
 
 class WSRL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
-        initializer = torch.Generator().manual_seed(args.seed)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
+        initializer = generator(args.seed, "networks")
+        self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
         self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)

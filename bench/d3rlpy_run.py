@@ -41,7 +41,8 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path,
     from bench.load_once import d4rl_arrays
     from common.evaluate import evaluate
     from common.provenance import commit
-    from envs.make import make, seeds
+    from common.seeding import seeds
+    from envs.make import make
 
     arrays = d4rl_arrays(path)
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")

@@ -26,7 +26,8 @@ from gymnasium.error import DependencyNotInstalled
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.evaluate import evaluate
-from envs.make import make, seeds
+from common.seeding import seeds
+from envs.make import make
 from offline.policies import RunFolder, load_policy, read_run
 from offline.recording import trusted_environment
 

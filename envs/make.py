@@ -3,7 +3,6 @@
 import difflib
 import importlib
 import importlib.util
-import zlib
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
 from common.errors import InputError
+from common.seeding import seeds
 from envs.state import Env, ExactState
 from envs.vector import Array, EnvPool, Processes, refuse_non_finite
 
@@ -144,17 +144,6 @@ def make_vector(
         envs = Processes(env_fns) if vectorizer == "async" else EnvPool(env_id, num_envs)
     envs.reset(seed=list(each))
     return envs
-
-
-def seeds(seed: int, purpose: str, n: int) -> list[int]:
-    """`n` seeds in [0, 2³²), the same in every process; another `purpose` ("training", "evaluation") gives others.
-
-    The first ones do not depend on `n`. Raises InputError on a negative seed.
-    """
-    if seed < 0:
-        raise InputError(f"The seed is {seed}: it must not be negative.")
-    streams = np.random.SeedSequence([seed, zlib.crc32(purpose.encode())]).spawn(n)
-    return [int(stream.generate_state(1)[0]) for stream in streams]
 
 
 def _find(env_id: str) -> gym.envs.registration.EnvSpec:

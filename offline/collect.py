@@ -29,7 +29,8 @@ from common.command_line import command_line
 from common.errors import Finished, InputError, require_finite
 from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
-from envs.make import make, make_vector, seeds
+from common.seeding import seeds
+from envs.make import make, make_vector
 from offline.policies import Array, Policy, RunFolder, load_policy, read_run
 from offline.recording import trusted_environment
 from offline.write import MINARI, Transitions, recipe_at, write_d4rl, write_minari

@@ -19,7 +19,7 @@ from gymnasium.spaces import flatten
 
 from common.command_line import command_line
 from common.errors import Finished, InputError, RunError
-from envs.make import seeds
+from common.seeding import seeds
 from offline.collect import Args, collect
 from offline.dataset import load
 

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from conftest import every_algorithm, final_state, module, replay_bytes, same
+from conftest import OFFLINE, agent_of, every_algorithm, final_state, module, replay_bytes, same
 
 from common.arguments import RunArgs
-from envs.make import make, seeds
+from common.seeding import seeds
+from envs.make import make
 
 
 def run(args: RunArgs) -> tuple[Path, str]:
@@ -80,3 +82,29 @@ def test_training_and_evaluation_have_their_own_seeds():
     starts = [env.reset(seed=seed)[0].tolist() for seed in seeds(1, "evaluation", 3) * 2]
     assert starts[:3] == starts[3:]
     assert starts[0] != starts[1]
+
+
+@every_algorithm
+def test_no_two_generators_share_a_stream(algo: str, small, monkeypatch: pytest.MonkeyPatch):
+    """Networks, agent and evaluation: else exploration noise repeats the weights it was seeded with."""
+    streams: list[bytes] = []
+
+    class Seeded(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            seeded = super().manual_seed(seed)
+            streams.append(self.get_state().numpy().tobytes())
+            return seeded
+
+    monkeypatch.setattr(torch, "Generator", Seeded)
+    steps = {"offline_steps": 1, "online_steps": 1} if algo in OFFLINE else {"total_steps": 20}
+    module(algo).train(small(algo, eval_every=1_000, **steps))
+    assert len(set(streams)) == (3 if algo == "expo" else 2)
+    assert len(streams) == 2 or algo == "expo"  # its evaluations begin with the same noise every time
+
+
+def test_exploration_is_not_the_weights():
+    """Version 0.1 gave both one seed: the first random actions were the first layer's weights, correlation 1."""
+    agent = agent_of("sac")
+    weights = agent.actor.net[0].weight.detach().flatten()
+    drawn = torch.rand(len(weights), generator=agent.generator)
+    assert abs(np.corrcoef(weights, drawn)[0, 1]) < 0.5

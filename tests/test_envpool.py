@@ -12,7 +12,8 @@ from conftest import command, flags, killed_at, replay_bytes
 
 from algos import sac
 from common.errors import InputError, RunError
-from envs.make import make_vector, seeds
+from common.seeding import seeds
+from envs.make import make_vector
 from envs.state import get_states, set_states
 from envs.vector import ENVPOOL_IDS
 

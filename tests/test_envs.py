@@ -12,7 +12,8 @@ import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Graph
 
 from common.errors import InputError
-from envs.make import make, make_vector, seeds
+from common.seeding import seeds
+from envs.make import make, make_vector
 
 ROOT = Path(__file__).parent.parent
 NEWER_MUJOCO = tuple(map(int, mujoco.__version__.split(".")[:2])) > (3, 11)
@@ -279,7 +280,7 @@ def test_seeds() -> None:
     assert seeds(0, "training", 2) == [243515996, 1390174081]  # the same in every process, and from version to version
     drawn = [s for seed in range(20) for purpose in ("training", "evaluation") for s in seeds(seed, purpose, 20)]
     assert len(set(drawn)) == len(drawn)
-    with pytest.raises(InputError, match="negative"):
+    with pytest.raises(InputError, match="--seed is -1"):
         seeds(-1, "training", 1)
     with pytest.raises(InputError, match="at least one"):
         make_vector("Pendulum-v1", 0, seed=0)

@@ -16,7 +16,8 @@ from gymnasium.spaces import Box
 
 from algos import sac
 from common.errors import InputError, RunError
-from envs.make import make, make_vector, seeds
+from common.seeding import seeds
+from envs.make import make, make_vector
 from envs.state import get_states
 
 START = "from envs.make import make_vector; envs = make_vector('Pendulum-v1', 3, 0, vectorizer='async'); envs.reset()\n"
