@@ -46,7 +46,7 @@ Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when 
 
 @dataclass
 class Args(OnlineArgs):
-    may_be_zero = ("entropy_coefficient", "gae_lambda")
+    may_be_zero = ("entropy_coefficient", "gae_lambda", "decay_steps")
 
     num_envs: int = 64
     """Environments stepped together; they share a round's steps."""
@@ -58,6 +58,10 @@ class Args(OnlineArgs):
     """Widths of the hidden layers of policy and value function."""
     initial_std: float = 0.6
     """The policy's standard deviation at the start."""
+    actor_gain: float = 0.01
+    """Gain of the orthogonal start of the policy's last layer."""
+    critic_gain: float = 1.0
+    """Gain of the orthogonal start of the value function's last layer."""
 
     # Learning
     rollout_steps: int = 2_048
@@ -68,6 +72,10 @@ class Args(OnlineArgs):
     """Steps in a gradient step."""
     learning_rate: float = 3e-4
     """Learning rate at the start; it falls linearly to 0."""
+    decay_steps: int = 0
+    """Environment steps after which the learning rate is 0; 0: `total_steps`."""
+    adam_epsilon: float = 1e-5
+    """ε of Adam."""
     gamma: float = 0.99
     """Discount."""
     gae_lambda: float = 0.95
@@ -86,6 +94,8 @@ class Args(OnlineArgs):
     """To mean 0 and variance 1 in every minibatch."""
     recompute_advantages: bool = True
     """With the present value function, at every epoch."""
+    return_scaling: bool = False
+    """Scale the value function's targets by the returns' deviation instead of the rewards by that of their sums."""
     truncation_ends: bool = False
     """Count a truncated episode as terminated, as CleanRL does."""
 
@@ -111,6 +121,7 @@ class Minibatch(NamedTuple):
     log_probs: Tensor  # of the policy that acted
     values: Tensor  # by the value function that gave the advantages
     advantages: Tensor
+    returns: Tensor  # λ-returns, the targets of the value function
 
 
 class Actor(nn.Module):
@@ -119,7 +130,7 @@ class Actor(nn.Module):
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
         self.net = mlp([obs_dim, *args.hidden, action_dim], generator, activation="tanh")
-        orthogonal(self.net, generator, last_gain=0.01)
+        orthogonal(self.net, generator, last_gain=args.actor_gain)
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(args.initial_std)))
 
     def log_prob(self, obs: Tensor, actions: Tensor) -> Tensor:
@@ -138,7 +149,7 @@ class Critic(nn.Module):
     def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
         self.net = mlp([obs_dim, *args.hidden, 1], generator, activation="tanh")
-        orthogonal(self.net, generator, last_gain=1.0)
+        orthogonal(self.net, generator, last_gain=args.critic_gain)
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.net(obs).squeeze(-1)
@@ -150,9 +161,11 @@ class PPO:
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, args, initializer).to(device)
-        self.optimizer = Adam([*self.actor.parameters(), *self.critic.parameters()], args.learning_rate, eps=1e-5)
+        parameters = [*self.actor.parameters(), *self.critic.parameters()]
+        self.optimizer = Adam(parameters, args.learning_rate, eps=args.adam_epsilon)
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device)
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma).to(device)
+        self.return_normalizer = RunningNormalizer(1).to(device)
         self.args, self.device = args, device
 
     @acting
@@ -176,7 +189,7 @@ class PPO:
 
     def value_loss(self, batch: Minibatch) -> Tensor:
         """Squared error of V against the λ-return (eq. 9); the larger of it and that of the clipped V."""
-        returns, values = batch.advantages + batch.values, self.critic(batch.obs)
+        returns, values = batch.returns, self.critic(batch.obs)
         if not self.args.value_clip:
             return F.mse_loss(values, returns)
         clipped = batch.values + F.hardtanh(values - batch.values, -self.args.clip, self.args.clip)
@@ -189,13 +202,15 @@ class PPO:
         if self.args.entropy_coefficient:
             loss = loss - self.args.entropy_coefficient * self.actor.entropy()
         self.optimizer.descend(loss, self.args.max_gradient_norm)
-        return {"losses/policy": policy_loss.detach(), "losses/value": value_loss.detach()}
+        metrics = {"losses/policy": policy_loss.detach(), "losses/value": value_loss.detach()}
+        return metrics | {"losses/gradient_norm": self.optimizer.gradient_norm}
 
     def update(self, rollout: Rollout, step: Callable[[Minibatch], Metrics] | None = None) -> Metrics:
         """Epochs of minibatch steps on what one round brought (the paper's algorithm 1); `step` is a faster form of
         the method."""
         dones = rollout.terminations | rollout.truncations
-        rewards = self.reward_scaler(rollout.rewards, dones)
+        args = self.args
+        rewards = rollout.rewards if args.return_scaling else self.reward_scaler(rollout.rewards, dones)
         obs, next_obs = (
             self.obs_normalizer(torch.from_numpy(part).to(self.device)).flatten(0, 1)
             for part in (rollout.obs, rollout.next_obs)
@@ -203,21 +218,28 @@ class PPO:
         actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
         with torch.no_grad():
             log_probs = self.actor.log_prob(obs, actions)
-        terminations = dones if self.args.truncation_ends else rollout.terminations
+        terminations = dones if args.truncation_ends else rollout.terminations
         metrics: Metrics = {}
-        for epoch in range(self.args.epochs):
-            if epoch == 0 or self.args.recompute_advantages:
+        norms = []
+        for epoch in range(args.epochs):
+            if epoch == 0 or args.recompute_advantages:
                 with torch.no_grad():
                     values, next_values = self.critic(obs), self.critic(next_obs)
-                old, new = (v.view(rewards.shape).cpu().numpy() for v in (values, next_values))
-                advantages = generalized_advantages(
-                    rewards, old, new, terminations, dones, self.args.gamma, self.args.gae_lambda
+                scale = 1.0 / self.return_normalizer.scale.item()  # 1, without return_scaling
+                old, new = (scale * v.view(rewards.shape).cpu().numpy() for v in (values, next_values))
+                advantages = torch.from_numpy(
+                    generalized_advantages(rewards, old, new, terminations, dones, args.gamma, args.gae_lambda)
                 )
-            data = obs, actions, log_probs, values, torch.from_numpy(advantages).to(self.device).flatten()
+                advantages = advantages.to(self.device).flatten()
+                returns = advantages / scale + values
+                if args.return_scaling:
+                    self.return_normalizer.update(scale * returns.unsqueeze(-1))
+            data = obs, actions, log_probs, values, advantages, returns
             order = torch.randperm(len(obs), generator=self.generator, device=self.device)
-            shuffled = (part[order].split(self.args.minibatch_size) for part in data)
+            shuffled = (part[order].split(args.minibatch_size) for part in data)
             for minibatch in zip(*shuffled, strict=True):
                 metrics = (step or self.step)(Minibatch(*minibatch))
+                norms.append(metrics["losses/gradient_norm"].clone())
         self.obs_normalizer.update(torch.from_numpy(rollout.obs).to(self.device))
         with torch.no_grad():
             log_ratio = self.actor.log_prob(obs, actions) - log_probs
@@ -225,6 +247,8 @@ class PPO:
                 "losses/approximate_kl": log_ratio.exp() - 1.0 - log_ratio,
                 "losses/clipped": ((log_ratio.exp() - 1.0).abs() > self.args.clip).float(),
                 "losses/entropy": self.actor.entropy(),
+                "losses/gradient_norm": torch.stack(norms),
+                "losses/gradients_clipped": (torch.stack(norms) > args.max_gradient_norm).float(),
             }
 
 
@@ -273,7 +297,7 @@ def train(args: Args) -> None:
         run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
 
     while run.step < args.total_steps:
-        agent.optimizer.lr = args.learning_rate * (1.0 - run.step / args.total_steps)
+        agent.optimizer.lr = args.learning_rate * max(0.0, 1.0 - run.step / (args.decay_steps or args.total_steps))
 
         # Act
         steps = []

@@ -216,6 +216,8 @@ class Adam(torch.optim.Adam):
     the same bit for bit, and so is the form of its state.
     """
 
+    gradient_norm: Tensor
+
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
@@ -254,10 +256,11 @@ class Adam(torch.optim.Adam):
         self._take_state()
 
     def descend(self, loss: Tensor, max_gradient_norm: float | None = None) -> None:
-        """One step down the gradient of `loss`, in this optimiser's parameters and in no others.
+        """Take one step down the gradient of `loss`, in this optimiser's parameters and in no others.
 
         A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
-        A gradient, that of all parameters together, longer than `max_gradient_norm` is scaled down to it.
+        A gradient, that of all parameters together, longer than `max_gradient_norm` is scaled down to it; its length
+        before that is `gradient_norm`.
         """
         group = self.param_groups[0]
         parameters, (beta1, beta2) = group["params"], group["betas"]
@@ -265,8 +268,8 @@ class Adam(torch.optim.Adam):
         gradients = [gradient.contiguous() for gradient in torch.autograd.grad(loss, parameters)]
         scale = None
         if max_gradient_norm is not None:
-            norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
-            scale = ((norm + 1e-6) / max_gradient_norm).clamp(min=1.0).float()
+            self.gradient_norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
+            scale = ((self.gradient_norm + 1e-6) / max_gradient_norm).clamp(min=1.0).float()
         with torch.no_grad():
             self.step_count += 1
             torch._fused_adamw_(

@@ -134,7 +134,7 @@ def updates_of(algo: str, agent: Any) -> Callable[[Batch, bool], Any]:
     """An update on a batch, the second argument what changes from one to the next."""
     if algo == "ppo":
         step = agent.step
-        return lambda b, _: step(module("ppo").Minibatch(b.obs, b.actions, b.rewards, b.rewards, b.returns_to_go))
+        return lambda b, _: step(module("ppo").Minibatch(b.obs, b.actions, *3 * [b.rewards], b.returns_to_go))
     if algo in ("td3", "td3_bc", "cql"):
         return agent.update
     return (lambda b, _: agent.update(b, True)) if algo in ("wsrl", "expo") else lambda b, _: agent.update(b)

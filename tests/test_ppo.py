@@ -34,7 +34,7 @@ def make_agent(**changed: Any) -> PPO:
 
 def make_batch(size: int = 40) -> Minibatch:
     rng = np.random.default_rng(0)
-    parts = [rng.normal(size=s) for s in ((size, 3), (size, 2), size, size, size)]
+    parts = [rng.normal(size=s) for s in ((size, 3), (size, 2), size, size, size, size)]
     parts[2] -= 2.5
     return Minibatch(*map(torch.from_numpy, parts))
 
@@ -98,7 +98,7 @@ def test_log_probabilities_and_entropy_equal_the_gaussians():
 @pytest.mark.parametrize("normalize_advantages", [True, False])
 def test_policy_loss_equals_an_independent_formula(normalize_advantages: bool):
     agent, batch = make_agent(normalize_advantages=normalize_advantages), make_batch()
-    obs, actions, old, _, advantages = (part.numpy() for part in batch)
+    obs, actions, old, _, advantages, _ = (part.numpy() for part in batch)
     std = np.exp(agent.actor.log_std.detach().numpy())
     z = (actions - forward(agent.actor.net, obs)) / std
     ratio = np.exp((-0.5 * z**2 - np.log(std) - 0.5 * np.log(2 * np.pi)).sum(1) - old)
@@ -114,8 +114,8 @@ def test_policy_loss_equals_an_independent_formula(normalize_advantages: bool):
 @pytest.mark.parametrize("value_clip", [True, False])
 def test_value_loss_equals_an_independent_formula(value_clip: bool):
     agent, batch = make_agent(value_clip=value_clip), make_batch()
-    obs, _, _, old, advantages = (part.numpy() for part in batch)
-    returns, values = advantages + old, forward(agent.critic.net, obs)[:, 0]
+    obs, _, _, old, _, returns = (part.numpy() for part in batch)
+    values = forward(agent.critic.net, obs)[:, 0]
     errors = (values - returns) ** 2
     if value_clip:
         near = np.clip(values, old - 0.2, old + 0.2)
@@ -142,12 +142,14 @@ def test_step_clips_the_gradient_over_all_parameters(entropy_coefficient: float)
         torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_what_a_gradient_step_gets_of_a_round(recompute: bool):
-    """Normalised observations, scaled rewards, and advantages by the critic as each epoch finds it, or the first."""
+@pytest.mark.parametrize(("recompute", "return_scaling"), [(True, False), (False, False), (True, True)])
+def test_what_a_gradient_step_gets_of_a_round(recompute: bool, return_scaling: bool):
+    """Normalised observations, scaled rewards or returns, and advantages by the critic as each epoch finds it, or the
+    first."""
     rng = np.random.default_rng(3)
     agent = PPO(Args(**(SMALL["ppo"] | {"num_envs": 2, "epochs": 2, "minibatch_size": 10, "gamma": 0.9,
-                     "gae_lambda": 0.8, "recompute_advantages": recompute})), 3, 2, torch.device("cpu"))  # fmt: skip
+                     "gae_lambda": 0.8, "recompute_advantages": recompute, "return_scaling": return_scaling})),
+                3, 2, torch.device("cpu"))  # fmt: skip
     earlier = rng.normal(2.0, 3.0, (500, 3)).astype(np.float32)
     agent.obs_normalizer.update(torch.from_numpy(earlier))
     nobody = np.zeros((50, 2), bool)
@@ -158,8 +160,9 @@ def test_what_a_gradient_step_gets_of_a_round(recompute: bool):
     rewards = rng.normal(0.0, 20.0, (15, 2)).astype(np.float32)
     terminations, truncations = np.zeros((2, 15, 2), bool)
     terminations[4, 0] = truncations[9, 1] = True
-    scaled = deepcopy(agent.reward_scaler)(rewards, terminations | truncations)
-    assert np.abs(scaled).max() < 0.5 * np.abs(rewards).max()
+    scaled = rewards if return_scaling else deepcopy(agent.reward_scaler)(rewards, terminations | truncations)
+    assert return_scaling or np.abs(scaled).max() < 0.5 * np.abs(rewards).max()
+    deviation, seen = 1.0, []  # of the raw λ-returns so far; 1 before there are any
     got: list[Minibatch] = []
     critics = []
 
@@ -180,9 +183,16 @@ def test_what_a_gradient_step_gets_of_a_round(recompute: bool):
         place = np.argsort(parts[1][:, 0])[np.argsort(np.argsort(actions.reshape(-1, 2)[:, 0]))]
         by = critics[epoch if recompute else 0]
         values, new = (forward(by, normalized(part)).reshape(15, 2) for part in (obs, next_obs))
-        expected = brute_force(scaled, values, new, terminations, terminations | truncations)
+        raw, next_raw = deviation * values, deviation * new  # in the rewards' own units
+        expected = brute_force(scaled, raw, next_raw, terminations, terminations | truncations)
+        returns = (expected + raw) / deviation
+        if return_scaling:
+            seen.append(expected + raw)
+            deviation = np.std(seen)
+            assert abs(deviation - 1.0) > 0.5
         for found, wanted in ((parts[1], actions.reshape(-1, 2)), (parts[0], normalized(obs)),
-                              (parts[3], values.ravel()), (parts[4], expected.ravel())):  # fmt: skip
+                              (parts[3], values.ravel()), (parts[4], expected.ravel()),
+                              (parts[5], returns.ravel())):  # fmt: skip
             np.testing.assert_allclose(found[place], wanted, rtol=2e-3, atol=2e-3)
     assert not np.allclose(forward(critics[0], normalized(obs)), forward(critics[1], normalized(obs)), atol=0.02)
 
@@ -219,11 +229,23 @@ def test_metrics_of_a_round_tell_how_far_the_policy_moved():
             normal = torch.distributions.Normal(agent.actor.net(torch.from_numpy(obs[:, 0])), agent.actor.log_std.exp())
             return normal.log_prob(torch.from_numpy(actions[:, 0])).sum(-1).double()
 
+    norms: list[float] = []
+
+    def step(batch: Minibatch) -> ppo.Metrics:
+        """Notes the length of the gradient of the sum of the losses."""
+        loss = agent.policy_loss(batch) + 0.25 * agent.value_loss(batch)
+        gradients = torch.autograd.grad(loss, [*agent.actor.parameters(), *agent.critic.parameters()])
+        norms.append(float(sum(gradient.double().square().sum() for gradient in gradients)) ** 0.5)
+        return agent.step(batch)
+
     before = log_prob()
-    metrics = agent.update(Rollout(obs, actions, np.ones((30, 1), np.float32), next_obs, ends, ends))
+    metrics = agent.update(Rollout(obs, actions, np.ones((30, 1), np.float32), next_obs, ends, ends), step)
     ratio = (log_prob() - before).exp()
     assert 0.1 < (ratio - 1.0).abs().gt(0.2).double().mean() < 1.0
     got = {name: value.double().mean().item() for name, value in metrics.items()}
+    assert got["losses/gradients_clipped"] == pytest.approx(np.mean([norm > 0.5 for norm in norms]))
+    assert 0.0 < got["losses/gradients_clipped"] < 1.0
+    assert got["losses/gradient_norm"] == pytest.approx(np.mean(norms), rel=1e-3)
     assert got["losses/clipped"] == pytest.approx((ratio - 1.0).abs().gt(0.2).double().mean().item())
     assert got["losses/approximate_kl"] == pytest.approx((ratio - 1.0 - ratio.log()).mean().item(), rel=1e-3)
 
@@ -239,11 +261,24 @@ def test_evaluation_uses_the_statistics_and_leaves_them(small):
     assert {"obs_normalizer", "reward_scaler", "generator"} <= state_of(agent).keys()
 
 
-def test_learning_rate_falls_linearly(small, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("decay_steps", "shares"),
+    [(0, [1.0, 0.75, 0.5, 0.25]), (400, [1.0, 0.875, 0.75, 0.625]), (100, [1.0, 0.5, 0.0, 0.0])],
+)
+def test_learning_rate_falls_linearly(small, monkeypatch: pytest.MonkeyPatch, decay_steps: int, shares: list[float]):
     rates, update = [], PPO.update
     monkeypatch.setattr(PPO, "update", lambda self, *args: rates.append(self.optimizer.lr) or update(self, *args))
-    ppo.train(small("ppo", total_steps=200, rollout_steps=50))
-    np.testing.assert_allclose(rates, 3e-4 * np.array([1.0, 0.75, 0.5, 0.25]))
+    ppo.train(small("ppo", total_steps=200, rollout_steps=50, decay_steps=decay_steps))
+    np.testing.assert_allclose(rates, 3e-4 * np.array(shares))
+
+
+def test_gains_and_epsilon_are_what_was_asked_for():
+    """An orthogonal layer with fewer outputs than inputs has rows of the gain's length."""
+    agent = PPO(Args(**(SMALL["ppo"] | {"actor_gain": 0.5, "critic_gain": 3.0, "adam_epsilon": 1e-3})), 3, 2,
+                torch.device("cpu"))  # fmt: skip
+    for network, gain in ((agent.actor, 0.5), (agent.critic, 3.0)):
+        np.testing.assert_allclose(network.net[-1].weight.detach().norm(dim=1), gain, rtol=1e-5)
+    assert agent.optimizer.param_groups[0]["eps"] == 1e-3
 
 
 @pytest.mark.parametrize(("num_envs", "total_steps", "sizes"), [(1, 120, [50, 50, 20]), (4, 120, [52, 52, 16])])
