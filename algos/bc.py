@@ -25,7 +25,7 @@ from common.evaluate import evaluate
 from common.networks import Adam, mlp
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -83,7 +83,8 @@ class BC:
         return metrics
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     args = with_presets(args, {})  # nothing depends on the domain
     run = Run("bc", args)
     switch = Switch(args, run, top=args.top)
@@ -115,7 +116,7 @@ def train(args: Args) -> None:
         """The updates that belong to the last step."""
         nonlocal metrics
         metrics = {}
-        for _ in range(switch.updates(run.step)):
+        for _ in range(switch.updates(run.step, args.batch_size)):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)
 
@@ -126,7 +127,7 @@ def train(args: Args) -> None:
         else:
             with run.logger.timed("act"):
                 actions = act(obs)
-            if run.overlaps:
+            if run.claim_updates(before_step=True):
                 learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -136,7 +137,7 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -146,7 +147,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

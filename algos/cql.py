@@ -31,7 +31,7 @@ from common.command_line import command_line
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -45,6 +45,8 @@ class Args(OfflineArgs):
     may_be_zero = ("bc_steps", "cql_weight", "lagrange_gap")
     any_sign = ("cql_clip_min", "reward_shift", "failure_reward")
 
+    offline_steps: int | None = None  # type: ignore[assignment]
+    """Updates on the dataset alone; by the dataset's domain, and 0 with --init-from."""
     retain: Literal["none", "append", "mix"] = "mix"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
 
@@ -105,10 +107,11 @@ class Args(OfflineArgs):
     Cal-QL's returns-to-go."""
 
 
-# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL; maze2d, adroit: CORL.
+# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL, steps Cal-QL's; maze2d, adroit: CORL.
 LOCOMOTION = {
-    "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False, "cql_weight": 5.0,
-    "lagrange_gap": 0.0, "importance_sampling": True, "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
+    "offline_steps": 1_000_000, "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False,
+    "cql_weight": 5.0, "lagrange_gap": 0.0, "importance_sampling": True, "reward_scale": 1.0, "reward_shift": 0.0,
+    "failure_reward": None,
 }  # fmt: skip
 DEEPER = {"hidden": (256,) * 3, "critic_hidden": (256,) * 3}
 WIDE = LOCOMOTION | {"hidden": (512,) * 3, "critic_hidden": (512,) * 3, "max_target_backup": True}
@@ -118,9 +121,9 @@ PRESETS: dict[str, dict[str, Any]] = {
                              "reward_scale": 10.0, "reward_shift": -5.0, "failure_reward": 0.0},
     "maze2d": LOCOMOTION | DEEPER | {"cql_weight": 10.0, "lagrange_gap": 5.0},
     "adroit": LOCOMOTION | DEEPER | {"cql_weight": 1.0},
-    "adroit-binary": WIDE | {"hidden": (512, 512), "cql_weight": 1.0,
+    "adroit-binary": WIDE | {"offline_steps": 20_000, "hidden": (512, 512), "cql_weight": 1.0,
                              "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0},
-    "kitchen": WIDE | {"reward_shift": -4.0, "importance_sampling": False},
+    "kitchen": WIDE | {"offline_steps": 500_000, "reward_shift": -4.0, "importance_sampling": False},
 }  # fmt: skip
 
 
@@ -285,7 +288,8 @@ class CQL:
         return metrics | critic_metrics | alpha_metrics
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("cql", args)
     switch = Switch(
@@ -320,7 +324,7 @@ def train(args: Args) -> None:
         """The updates that belong to the last step."""
         nonlocal metrics
         metrics = {}
-        for _ in range(switch.updates(run.step)):
+        for _ in range(switch.updates(run.step, args.batch_size)):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0, agent.imitates())
 
@@ -331,7 +335,7 @@ def train(args: Args) -> None:
         else:
             with run.logger.timed("act"):
                 actions = act(obs)
-            if run.overlaps:
+            if run.claim_updates(before_step=True):
                 learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -341,7 +345,7 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -351,7 +355,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from common.errors import InputError
 from common.evaluate import Act, evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
 from common.replay_buffer import Batch
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -325,7 +325,8 @@ class EXPO:
             optimizer.lr = 0.5 * self.args.actor_lr * (1.0 + math.cos(math.pi * passed))
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     args = with_presets(args, {domain: preset | SIZES[args.size] for domain, preset in PRESETS.items()})
     if (edits := args.edits or 0) > (most := args.base_samples or 1) or not (edits or args.base_candidates):
         raise InputError(f"--edits is {edits}: give at most --base-samples, {most}, and some without base candidates")
@@ -374,7 +375,7 @@ def train(args: Args) -> None:
         else:
             with run.logger.timed("act"):
                 actions = explore() if run.step < random_steps else act(obs)
-            if run.overlaps:
+            if run.claim_updates(before_step=True):
                 learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions.clip(-1.0, 1.0))
@@ -384,7 +385,7 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -394,7 +395,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from common.command_line import command_line
 from common.evaluate import evaluate
 from common.networks import HALF_LOG_2PI, MLP, Adam, Polyak, mlp, orthogonal
 from common.replay_buffer import Batch
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -227,7 +227,8 @@ class IQL:
             self.actor_optimizer.lr = self.args.actor_lr * 0.5 * (1.0 + math.cos(math.pi * passed))
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("iql", args)
     switch = Switch(args, run, normalize_returns=bool(args.normalize_returns), reward_shift=args.reward_shift or 0.0)
@@ -257,7 +258,7 @@ def train(args: Args) -> None:
         """The updates that belong to the last step."""
         nonlocal metrics
         metrics = {}
-        for _ in range(switch.updates(run.step)):
+        for _ in range(switch.updates(run.step, args.batch_size)):
             agent.decay(run.step)
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)
@@ -269,7 +270,7 @@ def train(args: Args) -> None:
         else:
             with run.logger.timed("act"):
                 actions = act(obs)
-            if run.overlaps:
+            if run.claim_updates(before_step=True):
                 learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -279,7 +280,7 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -289,7 +290,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

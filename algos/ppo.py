@@ -35,7 +35,7 @@ from common.errors import InputError, require_finite
 from common.evaluate import evaluate
 from common.networks import HALF_LOG_2PI, Adam, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -272,7 +272,8 @@ def generalized_advantages(
     return advantages.astype(np.float32)
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     if args.rollout_steps < args.num_envs:
         raise InputError(f"--rollout-steps is {args.rollout_steps}: give at least --num-envs, {args.num_envs}")
     if args.minibatch_size * max(args.hidden) ** 2 < 2**20:  # products so small take longer on several threads
@@ -321,7 +322,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)})
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

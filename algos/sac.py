@@ -34,7 +34,7 @@ from common.command_line import command_line
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
 from common.replay_buffer import Batch, ReplayBuffer
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -165,7 +165,8 @@ class SAC:
         return critic_metrics | actor_metrics | alpha_metrics
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     run = Run("sac", args)
     envs = make_vector(args.env, args.num_envs, args.seed, vectorizer=args.vectorizer)
     eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
@@ -201,7 +202,7 @@ def train(args: Args) -> None:
         # Act
         with run.logger.timed("act"):
             actions = explore() if run.step < args.learning_starts else act(obs)
-        if run.overlaps:
+        if run.claim_updates(before_step=True):
             learn()
         with run.logger.timed("env_step"):
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -211,7 +212,7 @@ def train(args: Args) -> None:
         obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -221,7 +222,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)}, buffer)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

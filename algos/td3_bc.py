@@ -27,7 +27,7 @@ from common.evaluate import evaluate
 from common.networks import Adam, Polyak, frozen, mlp
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch
-from common.run import Run
+from common.run import Result, Run, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -172,7 +172,8 @@ class TD3BC:
         return metrics
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     args = with_presets(args, {})  # the paper has one setting for all domains
     run = Run("td3_bc", args)
     switch = Switch(args, run)
@@ -203,7 +204,7 @@ def train(args: Args) -> None:
 
     def learn() -> None:
         """The updates that belong to the last step."""
-        if not (updates := switch.updates(run.step)):
+        if not (updates := switch.updates(run.step, args.batch_size)):
             metrics.clear()
         for _ in range(updates):
             with run.logger.timed("update"):
@@ -216,7 +217,7 @@ def train(args: Args) -> None:
         else:
             with run.logger.timed("act"):
                 actions = act(obs)
-            if run.overlaps:
+            if run.claim_updates(before_step=True):
                 learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -226,7 +227,7 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -236,7 +237,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from common.errors import InputError
 from common.evaluate import evaluate
 from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
 from common.replay_buffer import Batch
-from common.run import Run, name_and_folder
+from common.run import Result, Run, name_and_folder, returns_result
 from common.seeding import generator, seeds
 from envs.make import make, make_vector
 from envs.state import get_states, set_states
@@ -74,6 +74,10 @@ class Args(OfflineArgs):
     """How many, drawn anew each time and with replacement, a target and the conservative term use."""
     layer_norm: bool = True
     """Normalise each hidden layer of actor and critics."""
+    shared_head: bool = False
+    """Give all critics one output layer, as the authors' code does."""
+    last_scale: float = math.sqrt(2.0)
+    """Gain of the orthogonal start of the last hidden layer of actor and critics (the authors' code: 0.01)."""
     std: Literal["exp", "uniform"] | None = None
     """The policy's deviation: a function of the state, or the same everywhere; by the dataset's domain."""
 
@@ -120,8 +124,7 @@ class Args(OfflineArgs):
     """Raw reward of a step without success, which Cal-QL's returns-to-go continue for ever; by the dataset's domain."""
 
 
-# The authors' configurations.
-LOCOMOTION = {
+LOCOMOTION = {  # the authors' configurations
     "offline_steps": 250_000, "hidden": (256, 256), "critic_hidden": (256, 256), "std": "exp", "calibrated": False,
     "cql_weight": 5.0, "lagrange_gap": 0.0, "importance_sampling": True, "online_max_target_backup": False,
     "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
@@ -134,14 +137,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LOCOMOTION,
     "antmaze": ANTMAZE,
     "maze2d": ANTMAZE | {"critic_hidden": (256, 256)},
-    "adroit-binary": LOCOMOTION | {
-        "offline_steps": 20_000, "hidden": (512, 512), "critic_hidden": (512,) * 3, "calibrated": True,
-        "cql_weight": 1.0, "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0,
-    },
-    "kitchen": LOCOMOTION | {
-        "hidden": (512,) * 3, "critic_hidden": (512,) * 3, "calibrated": True, "importance_sampling": False,
-        "reward_shift": -4.0,
-    },
+    "adroit-binary": LOCOMOTION | {"offline_steps": 20_000, "hidden": (512, 512), "critic_hidden": (512,) * 3,
+                                   "calibrated": True, "cql_weight": 1.0, "reward_scale": 10.0, "reward_shift": 5.0,
+                                   "failure_reward": -1.0},
+    "kitchen": LOCOMOTION | {"hidden": (512,) * 3, "critic_hidden": (512,) * 3, "calibrated": True,
+                             "importance_sampling": False, "reward_shift": -4.0},
 }  # fmt: skip
 
 
@@ -150,10 +150,9 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        assert args.hidden is not None, "with_presets fills it in"
         outputs = 2 * action_dim if args.std == "exp" else action_dim
-        self.net = mlp([obs_dim, *args.hidden, outputs], generator, layer_norm=args.layer_norm)
-        orthogonal(self.net, generator)
+        self.net = mlp([obs_dim, *(args.hidden or ()), outputs], generator, layer_norm=args.layer_norm)
+        orthogonal(self.net, generator, last_hidden_gain=args.last_scale)
         self.log_std = None if args.std == "exp" else nn.Parameter(torch.zeros(action_dim))
 
     def forward(self, obs: Tensor) -> TanhGaussian:
@@ -163,14 +162,13 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """Q_i(s, a) of all critics, or of the `members` given: [critics, batch]; for actions [k, batch, action_dim],
-    [critics, k, batch]."""
+    """Q_i(s, a) of all critics, or of `members`: [critics, batch]; [critics, k, batch] for actions [k, batch, ·]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        assert args.critic_hidden is not None, "with_presets fills it in"
-        sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
-        self.net = orthogonal(mlp(sizes, generator, args.critics, layer_norm=args.layer_norm), generator)
+        sizes = [obs_dim + action_dim, *(args.critic_hidden or ()), 1]
+        self.net = mlp(sizes, generator, args.critics, layer_norm=args.layer_norm, shared_output=args.shared_head)
+        orthogonal(self.net, generator, last_hidden_gain=args.last_scale)
 
     def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
         inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
@@ -188,8 +186,7 @@ class WSRL:
         self.critic_target.load_state_dict(self.critic.state_dict())
         self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        start = torch.tensor(math.log(math.e - 1.0), device=device)
-        self.multiplier = nn.Parameter(start)  # α', Lagrange's, before the softplus: it starts at 1
+        self.multiplier = nn.Parameter(torch.tensor(math.log(math.e - 1.0), device=device))  # softplus: α' = 1
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
@@ -210,8 +207,8 @@ class WSRL:
 
     def subset(self) -> Tensor:
         """Which critics count this time: [target_critics], with replacement, as in the authors' code (not REDQ's)."""
-        args = self.args
-        return torch.randint(args.critics, (args.target_critics,), generator=self.generator, device=self.device)
+        shape = (self.args.target_critics,)
+        return torch.randint(self.args.critics, shape, generator=self.generator, device=self.device)
 
     @torch.no_grad()
     def target(self, batch: Batch, count: int) -> Tensor:
@@ -262,8 +259,7 @@ class WSRL:
         metrics, term = {"losses/bellman": bellman_error, "losses/q": values}, None
         if as_offline:
             term = self.conservative_term(batch, values)
-            assert args.cql_weight is not None, "with_presets fills it in"
-            weight = F.softplus(self.multiplier).detach() if args.lagrange_gap else args.cql_weight
+            weight = F.softplus(self.multiplier).detach() if args.lagrange_gap else args.cql_weight or 0.0
             loss = bellman_error + weight * term
             metrics |= {"losses/conservative": term}
         return loss, term, {name: value.detach() for name, value in (metrics | {"losses/critic": loss}).items()}
@@ -285,23 +281,25 @@ class WSRL:
 
     def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
-        assert self.args.lagrange_gap is not None
         alpha_prime = F.softplus(self.multiplier)
-        loss = -alpha_prime * (term.detach() - self.args.lagrange_gap)
+        loss = -alpha_prime * (term.detach() - (self.args.lagrange_gap or 0.0))
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
     def update(self, batch: Batch, online: bool) -> Metrics:
-        """The critics step on each `batch_size` of the batch in turn, then actor and temperature once on all of it."""
+        """Step the critics on each `batch_size` of the batch in turn, then everything else once on all of it."""
         metrics: Metrics = {}
         for part in batch.slices(self.args.batch_size):
             critic_loss, term, critic_metrics = self.critic_loss(part, online)
             self.critic_optimizer.descend(critic_loss)
             self.follow_critic()
             metrics |= critic_metrics
-            if term is not None and self.args.lagrange_gap:
-                alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
-                self.multiplier_optimizer.descend(alpha_prime_loss)
-                metrics |= alpha_prime_metrics
+        if term is not None and self.args.lagrange_gap:
+            if online:  # one step, on all slices together
+                with torch.no_grad():
+                    term = self.conservative_term(batch, self.critic(batch.obs, batch.actions))
+            alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
+            self.multiplier_optimizer.descend(alpha_prime_loss)
+            metrics |= alpha_prime_metrics
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
         self.actor_optimizer.descend(actor_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
@@ -319,13 +317,15 @@ def with_networks(args: Args) -> Args:
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
     was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
-    was = {"critic_hidden": was["hidden"], "layer_norm": False, "std": "uniform" if algo == "iql" else "exp"} | was
-    shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "std")}
+    plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
+    was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
+    shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
     sys.stderr.write(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}\n")
     return dataclasses.replace(args, **shapes)
 
 
-def train(args: Args) -> None:
+@returns_result
+def train(args: Args) -> Result:
     args = with_presets(with_networks(args), PRESETS)
     run = Run("wsrl", args)
     switch = Switch(
@@ -372,9 +372,8 @@ def train(args: Args) -> None:
             run.logger.count_update()
         else:
             with run.logger.timed("act"):
-                random = args.warmup == "random" and run.step < args.warmup_steps
-                actions = explore() if random else act(obs)
-            if run.overlaps:
+                actions = explore() if args.warmup == "random" and run.step < args.warmup_steps else act(obs)
+            if run.claim_updates(before_step=True):
                 learn()
             with run.logger.timed("env_step"):
                 next_obs, rewards, terminations, truncations, _ = envs.step(actions)
@@ -384,7 +383,7 @@ def train(args: Args) -> None:
             obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if not run.overlaps:
+        if run.claim_updates():
             learn()
 
         # Report
@@ -394,7 +393,7 @@ def train(args: Args) -> None:
             run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
         run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
     envs.close()
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from common.errors import InputError, RunError
 
+_STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype, tuple)
 
 
 def state_of(agent: object) -> dict[str, Any]:
-    """The state of every attribute of `agent`: networks, optimisers, generators, tensors, arrays and numbers.
+    """Return the state of every attribute of `agent`.
 
-    An attribute added later is saved without further code. Raises TypeError for one whose state it does not know, so
-    that nothing is ever left out silently.
+    Attributes may be networks, optimisers, learning-rate schedulers, generators, tensors, arrays and numbers. One that
+    is added later is saved without further code. Raises InputError for one whose state it does not know, so that
+    nothing is left out silently.
     """
     state: dict[str, Any] = {}
     for name, value in vars(agent).items():
-        if isinstance(value, nn.Module | torch.optim.Optimizer):
+        if isinstance(value, _STATEFUL):
             state[name] = value.state_dict()
         elif isinstance(value, torch.Generator):
             state[name] = value.get_state()
@@ -36,7 +38,10 @@ def state_of(agent: object) -> dict[str, Any]:
         elif isinstance(value, (np.ndarray, int | float)):
             state[name] = value
         elif not (isinstance(value, _CONSTANTS) or dataclasses.is_dataclass(value) or callable(value)):
-            raise TypeError(f"{type(agent).__name__}.{name}: a checkpoint cannot hold a {type(value).__name__}")
+            raise InputError(
+                f"{type(agent).__name__}.{name} is a {type(value).__name__}, which a checkpoint cannot hold\n"
+                "make it a tensor, an array, a number or an attribute of a network"
+            )
     return state
 
 
@@ -52,7 +57,7 @@ def restore(agent: object, state: dict[str, Any], otherwise: str = "give another
         )
     try:
         for name, value in vars(agent).items():
-            if isinstance(value, nn.Module | torch.optim.Optimizer):
+            if isinstance(value, _STATEFUL):
                 value.load_state_dict(state[name])
             elif isinstance(value, torch.Generator):
                 value.set_state(state[name].cpu())

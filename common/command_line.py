@@ -17,7 +17,7 @@ from common.errors import Finished, InputError, RunError
 T = TypeVar("T")
 
 
-def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
+def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
     program = Path(sys.argv[0]).name
     try:

@@ -202,6 +202,16 @@ class _AppendedFile:
         return self.file.tell()
 
 
+def read_evaluations(path: Path) -> tuple[int, list[Episode]]:
+    """Return the step and the episodes of the last evaluation in `evaluations.csv`; step 0 and none if it has none."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    step = int(last[0]["step"]) if last else 0
+    successes = {"": None, "0": False, "1": True}
+    return step, [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
+
+
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
     """A Weights & Biases run that goes on under the same name after a resume."""
     import wandb

@@ -86,16 +86,23 @@ class MLP(nn.Sequential):
             elif not isinstance(layer, ACTIVATIONS[activation]):
                 raise TypeError(f"MLP computes linear layers, their norms and {activation}: {layer} would be left out")
         self._largest = max(layer[0].shape[-2] * layer[0].shape[-1] for layer in self._layers)
+        self._shares_output = self._layers[0][0].dim() == 3 and len(self._layers[0][0]) > len(self._layers[-1][0])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
-        return self._through(self._layers, inputs)
+        return self._through(self._each_members_layers(), inputs)
+
+    def _each_members_layers(self) -> Layers:
+        if not self._shares_output:
+            return self._layers
+        *hidden, output = self._layers
+        return [*hidden, tuple(part.expand(len(hidden[0][0]), *part.shape[1:]) for part in output)]
 
     def member(self, index: int | Tensor, inputs: Tensor) -> Tensor:
         """What one network of the ensemble alone gives, [batch, inputs] to [batch, outputs], or what those do whose
         numbers `index` [n] holds, to [n, batch, outputs].
         """
-        return self._through([tuple(part[index] for part in layer) for layer in self._layers], inputs)
+        return self._through([tuple(part[index] for part in layer) for layer in self._each_members_layers()], inputs)
 
     def dropped_out(self, inputs: Tensor, share: float, generator: torch.Generator) -> Tensor:
         """As `forward`, with a share of the hidden units left out and the others scaled up (Srivastava et al. 2014)."""
@@ -124,15 +131,18 @@ def mlp(
     ensemble: int | None = None,
     activation: Activation = "relu",
     layer_norm: bool = False,
+    shared_output: bool = False,
 ) -> MLP:
     """Network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given; with
-    `layer_norm` each hidden layer is normalised before its activation.
+    `layer_norm` each hidden layer is normalised before its activation; with `shared_output` the ensemble has one
+    output layer.
 
     Weights and biases start as PyTorch's own do, uniform within ±1 / √inputs, but from the generator given.
     """
     layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(sizes):
-        layer = Linear(inputs, outputs) if ensemble is None else EnsembleLinear(ensemble, inputs, outputs)
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        members = 1 if shared_output and i == len(sizes) - 2 else ensemble
+        layer = Linear(inputs, outputs) if members is None else EnsembleLinear(members, inputs, outputs)
         bound = 1.0 / math.sqrt(inputs)
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
@@ -141,11 +151,19 @@ def mlp(
     return MLP(activation, *layers[: -2 if layer_norm else -1])
 
 
-def orthogonal(network: MLP, generator: torch.Generator, last_gain: float = math.sqrt(2.0)) -> MLP:
-    """The network, its weights orthogonal with gain √2, `last_gain` in the last layer, its biases zero."""
+def orthogonal(
+    network: MLP,
+    generator: torch.Generator,
+    last_gain: float = math.sqrt(2.0),
+    last_hidden_gain: float = math.sqrt(2.0),
+) -> MLP:
+    """Make the network's weights orthogonal and its biases zero, and return it.
+
+    The gain is √2, but `last_gain` in the last layer and `last_hidden_gain` in the last hidden layer.
+    """
     layers = [layer for layer in network if isinstance(layer, nn.Linear | EnsembleLinear)]
-    for layer in layers:
-        gain = last_gain if layer is layers[-1] else math.sqrt(2.0)
+    gains = [*[math.sqrt(2.0)] * (len(layers) - 2), last_hidden_gain, last_gain][-len(layers) :]
+    for layer, gain in zip(layers, gains, strict=True):
         for weight in [layer.weight] if isinstance(layer, nn.Linear) else layer.weight:
             nn.init.orthogonal_(weight, gain, generator=generator)
         nn.init.zeros_(layer.bias)
@@ -235,21 +253,21 @@ class Adam(torch.optim.Adam):
         for state in states:
             state["step"] = self.step_count
         self._means, self._squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        # A tensor, so that a CUDA graph reads it anew at each step; the kernels' own precision.
+        # A tensor, so that a CUDA graph reads it at each step, and a scheduler writes to it in place. In the kernels'
+        # own precision.
         precision = torch.float64 if self.step_count.device.type == "cpu" else torch.float32
-        self._lr = torch.tensor(self.lr, dtype=precision, device=self.step_count.device)
+        group = self.param_groups[0]
+        group["lr"] = torch.as_tensor(group["lr"], dtype=precision, device=self.step_count.device)
+        self._opt_called = True  # schedulers warn of an optimiser whose `step` was never called
 
     @property
     def lr(self) -> float:
         """The learning rate."""
-        rate: float = self.param_groups[0]["lr"]
-        return rate
+        return float(self.param_groups[0]["lr"])
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        if rate != self.lr:
-            self.param_groups[0]["lr"] = rate
-            self._lr.fill_(rate)
+        self.param_groups[0]["lr"].fill_(rate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -274,7 +292,7 @@ class Adam(torch.optim.Adam):
             self.step_count += 1
             torch._fused_adamw_(
                 parameters, gradients, self._means, self._squares, [], [self.step_count] * len(parameters),
-                lr=self._lr, beta1=beta1, beta2=beta2, eps=group["eps"],
+                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
                 weight_decay=group["weight_decay"], amsgrad=False, maximize=False, grad_scale=scale,
             )  # fmt: skip
 

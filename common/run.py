@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import importlib.util
 import json
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, TextIO, TypeVar
+from typing import Any, ClassVar, NamedTuple, TextIO, TypeVar
 
 import torch
 
@@ -19,12 +21,13 @@ from common.acting import Agent
 from common.arguments import OffPolicyArgs, RunArgs
 from common.cuda import Captured, compiled, device
 from common.errors import Finished, InputError
-from common.evaluate import Act
-from common.logger import Logger, start_wandb
+from common.evaluate import Act, Episode
+from common.logger import Logger, read_evaluations, start_wandb
 from common.onednn import keep_freed_memory
 from common.provenance import commit, hardware, versions
 from common.replay_buffer import ReplayBuffer
 
+A = TypeVar("A")
 R = TypeVar("R")
 MAY_DIFFER = ("run_dir", "track", "checkpoint_every")  # arguments that do not change what a run computes
 
@@ -35,6 +38,36 @@ def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
     return name, args.run_dir or Path("runs") / name
 
 
+class Result(NamedTuple):
+    """The last evaluation of a finished run: its folder, the environment step, and one entry for each episode."""
+
+    folder: Path
+    step: int
+    episodes: list[Episode]
+
+
+class FinishedRun(Finished):
+    """The run is complete. Its result is there already."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
+    """Return the result of a run that is finished already, instead of training it again."""
+
+    @functools.wraps(train)
+    def wrapped(args: A) -> Result:
+        try:
+            return train(args)
+        except FinishedRun as finished:
+            sys.stderr.write(f"{finished}\n")
+            return finished.result
+
+    return wrapped
+
+
 class Run:
     """The folder of a run and what happens in it. Nothing is written before `open`, so bad input leaves no trace."""
 
@@ -43,7 +76,7 @@ class Run:
     def __init__(self, algo: str, args: RunArgs, steps_between: int | None = None) -> None:
         """`steps_between`: environment steps from one call of `due` or `save_if_due` to the next; num_envs if None.
 
-        Raises InputError where the folder belongs to other arguments, Finished where the run is complete.
+        Raises InputError if the folder belongs to other arguments, FinishedRun if the run is complete.
         """
         self.args, self.steps_between = args, steps_between or args.num_envs
         self.first_step, self.last_step = args.span
@@ -88,6 +121,7 @@ class Run:
                 handler = signal.signal(number, self._on_signal)
                 failed = getattr(handler, "__self__", None)  # a run of this process that came to no end
                 self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
+        self._updated_to = saved.get("updated_to", self.step - self._overlaps) if saved else self.step
         if saved is None:
             self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
             return None
@@ -104,10 +138,23 @@ class Run:
         return self.logger.step
 
     @property
-    def overlaps(self) -> bool:
-        """Whether the updates that belong to the present step wait until the next action is chosen."""
+    def _overlaps(self) -> bool:
+        """Whether the updates of the present step wait until the next action is chosen."""
         asked = self.args.overlap if isinstance(self.args, OffPolicyArgs) else False
         return self.step > 0 and (self.device.type == "cuda" if asked is None else asked)
+
+    def claim_updates(self, before_step: bool = False) -> bool:
+        """Return whether the updates of the present step are to be performed here, and note them as performed.
+
+        `before_step`: between the choice of an action and the environment's step, where overlapped updates belong. The
+        last step has no such place after it, so its updates are never put off.
+        """
+        if self._updated_to >= self.step:
+            return False
+        here = before_step or not self._overlaps or self.step >= self.last_step
+        if here:
+            self._updated_to = self.step
+        return here
 
     def accelerated(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
         """The function, compiled where that is asked for, and as CUDA graphs where there is CUDA.
@@ -119,7 +166,8 @@ class Run:
         return Captured(function, generator) if self._captures else function
 
     def acting(self, agent: Agent) -> Act:
-        """The agent's `act`, for training."""
+        """Return the agent's `act`, for training. Raises InputError if a checkpoint cannot hold the agent."""
+        checkpoint.state_of(agent)  # what a checkpoint cannot hold is found here, not at the first checkpoint
         act: Act = agent.act
         if not self._captures:
             return act
@@ -166,7 +214,7 @@ class Run:
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
         checkpoint.sync(self.folder)
-        state = snapshot() | {"logger": self.logger.state()}
+        state = snapshot() | {"logger": self.logger.state(), "updated_to": self._updated_to}
         checkpoint.refuse_non_finite(state, self.folder, self.step)
         if buffer is not None:
             state["buffer"] = buffer.save(folder / "replay")
@@ -178,12 +226,16 @@ class Run:
             self._close()
             raise SystemExit(128 + self._signal)
 
-    def finish(self) -> None:
-        """Marks the run as complete."""
+    def finish(self) -> Result:
+        """Mark the run as complete and return its last evaluation."""
         with checkpoint.replacing(self.folder / "DONE") as file:
             file.write(json.dumps({"step": self.step}).encode())
         self._close()
         self.logger.say(f"done at step {self.step:,}, results in {self.folder}")
+        return self._result()
+
+    def _result(self) -> Result:
+        return Result(self.folder, *read_evaluations(self.folder / "evaluations.csv"))
 
     def _close(self) -> None:
         """Leaves the process as it was."""
@@ -224,7 +276,8 @@ class Run:
         if grown:
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}
         elif done:
-            raise Finished(f"{self.folder} is finished ({self.last_step - self.first_step:,} steps): nothing to do")
+            steps = self.last_step - self.first_step
+            raise FinishedRun(f"{self.folder} is finished ({steps:,} steps): nothing to do", self._result())
 
     def _lock(self) -> None:
         folder = self.folder.resolve()

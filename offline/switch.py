@@ -245,7 +245,7 @@ class Switch:
             theirs = own | {name: theirs[name] for name in parts}
         for name, state in own.items():  # settings, counters and noise are this run's
             kind = vars(agent)[name]
-            if isinstance(kind, torch.Generator | int | float):
+            if isinstance(kind, torch.Generator | int | float | torch.optim.lr_scheduler.LRScheduler):
                 theirs[name] = state
             elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
                 theirs[name]["param_groups"] = state["param_groups"]
@@ -266,6 +266,11 @@ class Switch:
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
             f"evaluated in {self.env}"
         )
+        if self._bounds_exceed_values():
+            run.logger.say(
+                "warning: negative rewards end at truncations, so there Cal-QL's bound is above the true value\n"
+                "if every step without success pays the same, give that reward as --failure-reward"
+            )
         if self.args.retain == "none":
             run.warn_if_idle(self.args.warmup_steps, "--warmup-steps")
         if saved:
@@ -277,6 +282,13 @@ class Switch:
             self.online.load(run.folder / "checkpoint" / "replay", saved["buffer"])
             self._unfinished = [list(rows) for rows in saved["unfinished"]]
         return saved
+
+    def _bounds_exceed_values(self) -> bool:
+        """Whether some return-to-go is a finite sum of negative rewards that would continue after a truncation."""
+        if self.discount is None or self.failure is not None:
+            return False
+        truncated = self.dataset.column("terminations")[self.dataset.ends - 1] == 0
+        return bool((truncated & (self.dataset.returns() < 0)).any())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beside the online transitions."""
@@ -319,13 +331,23 @@ class Switch:
         """Forgets the unfinished episodes of those environments [num_envs] that were not restored exactly."""
         self._unfinished = [rows if whole else [] for rows, whole in zip(self._unfinished, exact, strict=True)]
 
-    def updates(self, step: int) -> int:
-        """How many belong to the step that ended at `step`."""
+    def online_share(self, batch_size: int) -> int:
+        """Return how many transitions of an online batch are online ones."""
+        if self.args.retain == "append":
+            return 0
+        return batch_size - (round(self.args.offline_ratio * batch_size) if self.args.retain == "mix" else 0)
+
+    def updates(self, step: int, batch_size: int = 0) -> int:
+        """Return how many updates belong to the step that ended at `step`.
+
+        The first waits until there are more online transitions than a batch of `batch_size` takes, as in WSRL's code.
+        Else half of the first batches would be one transition.
+        """
         if step <= 0:
             return 1
         frozen = self.args.retain == "none" and step <= self.args.warmup_steps
-        nothing_yet = self.args.retain != "append" and not len(self.online)
-        return 0 if frozen or nothing_yet else self.args.utd * self.args.num_envs
+        waits = self.args.retain != "append" and self.online.added <= self.online_share(batch_size)
+        return 0 if frozen or waits else self.args.utd * self.args.num_envs
 
     def evaluates(self, run: Run) -> bool:
         """At every multiple of --eval-every, and on both sides of the switch."""
@@ -339,7 +361,7 @@ class Switch:
             return self.online.sample(batch_size, generator)
         if self.args.retain == "append":
             return self._from_both(batch_size, generator)
-        offline = round(self.args.offline_ratio * batch_size)
+        offline = batch_size - self.online_share(batch_size)
         to_go = self._returns_to_go if self.online_returns else None
         parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
         order = self._interleaved(offline, batch_size)

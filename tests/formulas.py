@@ -34,7 +34,7 @@ def layers(network: torch.nn.Module, member: int | None = None) -> list[list[Arr
         if hasattr(layer, "weight"):
             weight, bias = layer.weight.detach().numpy(), layer.bias.detach().numpy()
             if member is not None:
-                weight, bias = weight[member], bias[member]
+                weight, bias = weight[member % len(weight)], bias[member % len(bias)]  # an output layer may be shared
             if isinstance(layer, LayerNorm):
                 found[-1] += [weight, bias]
             else:
@@ -85,10 +85,11 @@ class Drawn:
         return torch.randint(below, (count,), generator=self.generator).tolist()
 
 
-def log_density(mean: Array, std: Array, actions: Array) -> Array:
-    """Of the actions given: that of N(mean, std) at artanh(a), over tanh's slope there."""
-    normal = np.exp(-0.5 * ((np.arctanh(actions) - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
-    return np.log(normal / (1 - actions**2)).sum(-1)
+def log_density(mean: Array, std: Array, u: Array) -> Array:
+    """Return the log-density of tanh(u), u ~ N(mean, std): the Gaussian's over tanh's slope, 1 / cosh(u)²."""
+    log_normal = -0.5 * ((u - mean) / std) ** 2 - np.log(std * math.sqrt(2 * math.pi))
+    log_cosh = np.logaddexp(u, -u) - math.log(2)  # finite where cosh is not
+    return (log_normal + 2 * log_cosh).sum(-1)
 
 
 def log_sum_exp(entries: list[float]) -> float:

@@ -1,17 +1,29 @@
 """State in, state out; files whole or not there."""
 
 import os
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, same
+from conftest import SMALL, agent_of, every_algorithm, module, same
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from algos.sac import SAC, Args
 from common import checkpoint
 from common.checkpoint import replacing, restore, state_of
 from common.errors import InputError
+from common.networks import Adam
 from common.replay_buffer import ReplayBuffer
 
 
@@ -46,7 +58,7 @@ def test_a_restored_agent_learns_on_exactly_as_the_original(tmp_path: Path):
 def test_an_attribute_without_a_known_state_is_refused():
     learner = agent()
     learner.history = [1, 2, 3]
-    with pytest.raises(TypeError, match=r"SAC\.history"):
+    with pytest.raises(InputError, match=r"SAC\.history is a list"):
         state_of(learner)
 
 
@@ -114,3 +126,55 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path):
         fail()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+SCHEDULES: dict[str, Callable[[Adam], LRScheduler]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 30, 1e-5),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.3, patience=2),
+    "warm-up, then decay": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=5), ExponentialLR(optimizer, 0.9)], [5]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("error")
+def test_a_scheduled_learning_rate_resumes_exactly(name: str, tmp_path: Path):
+    """Half of the steps, a checkpoint, the other half: against PyTorch's own Adam, in one go."""
+    start = torch.linspace(-1.0, 1.0, 8)
+    plain = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.Adam([plain], 0.1, fused=True)
+    schedule = SCHEDULES[name](theirs)
+
+    class Agent:
+        def __init__(self) -> None:
+            self.weights = torch.nn.Parameter(start.clone())
+            self.optimizer = Adam([self.weights], 0.1)
+            self.schedule = SCHEDULES[name](self.optimizer)
+
+    agent, rates = Agent(), set()
+    for step in range(20):
+        if step == 10:
+            checkpoint.save(tmp_path / "state.pt", state_of(agent))
+            restore(agent := Agent(), checkpoint.load(tmp_path / "state.pt"))
+        plain.grad = 2.0 * plain.detach()
+        theirs.step()
+        agent.optimizer.descend(agent.weights.square().sum())
+        for each in (schedule, agent.schedule):
+            each.step(*([1.0] if name == "plateau" else []))
+        rates.add(agent.optimizer.lr)
+        assert agent.optimizer.lr == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-12)
+        torch.testing.assert_close(agent.weights, plain)
+    assert len(rates) > 3
+
+
+@every_algorithm
+def test_what_no_checkpoint_holds_is_refused_at_step_0(algo: str, small, monkeypatch: pytest.MonkeyPatch):
+    """Not after the first 10,000 steps; and before anything is written."""
+    kind, args = type(agent_of(algo)), small(algo)
+    begin = kind.__init__
+    monkeypatch.setattr(kind, "__init__", lambda self, *given: begin(self, *given) or setattr(self, "recent", deque()))
+    with pytest.raises(InputError, match=r"\w+\.recent is a deque, which a checkpoint cannot hold\n"):
+        module(algo).train(args)
+    assert not args.run_dir.exists()

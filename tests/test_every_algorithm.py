@@ -25,10 +25,11 @@ def test_terminations_alone_cut_the_bootstrap_of_what_is_stored(small: Callable[
 
 
 @with_a_buffer
-def test_with_overlap_actions_are_chosen_before_the_updates_of_the_last_step(
-    algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_overlap_chooses_actions_before_the_last_updates(
+    algo: str, num_envs: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """So they are one step old at most, and environment and device work at the same time."""
+    """The policy that acts is one update old, and the number of updates is the same: those of the last step too."""
     agent, events = type(agent_of(algo)), []
     for cls, name in ((agent, "update"), (agent, "act"), (ReplayBuffer, "add")):
         monkeypatch.setattr(cls, name, noted(getattr(cls, name), name, events))
@@ -37,13 +38,22 @@ def test_with_overlap_actions_are_chosen_before_the_updates_of_the_last_step(
         events.clear()
         changed = {name: value for name, value in AT_ONCE.items() if hasattr(module(algo).Args, name)}
         module(algo).train(
-            small(algo, overlap=overlap, total_steps=70, eval_every=1_000, run_dir=tmp_path / str(overlap), **changed)
+            small(
+                algo,
+                overlap=overlap,
+                total_steps=120,
+                eval_every=1_000,
+                num_envs=num_envs,
+                run_dir=tmp_path / str(overlap),
+                **changed,
+            )
         )
         orders[overlap] = "".join({"update": "u", "act": "c", "add": "a"}[name] for name in events).rstrip("c")
     # An action is chosen, its step is added, and what was learned of that is in the next action, or not yet.
-    assert orders[False].endswith("cau" * 10)
-    assert orders[True].endswith("cua" * 10)
-    assert orders[False].count("u") == orders[True].count("u") + 1  # the last step's would have served nothing
+    learned = "u" * num_envs
+    assert orders[False].endswith(f"ca{learned}" * 5)
+    assert orders[True].endswith(f"c{learned}a" * 5 + learned)
+    assert orders[False].count("u") == orders[True].count("u")
 
 
 def noted(method: Callable[..., Any], name: str, events: list[str]) -> Callable[..., Any]:

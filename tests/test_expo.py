@@ -269,8 +269,8 @@ def edited(
     """Edits drawn, and their log-probabilities before they are scaled."""
     mean, log_std = np.split(forward(np.concatenate([obs, actions], -1), layers(agent.edit), kept), 2, axis=-1)
     std = np.exp(np.clip(log_std, -20, 2))
-    edits = np.tanh(mean + std * noise)
-    return edits, log_density(mean, std, edits)
+    u = mean + std * noise
+    return np.tanh(u), log_density(mean, std, u)
 
 
 def drawn_subset(drawn: Drawn) -> list[int]:

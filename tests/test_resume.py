@@ -1,5 +1,6 @@
 """The promise: killed at any instant and started again, a run ends bit for bit as if it had never been stopped."""
 
+import csv
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from conftest import (
 )
 
 from common import checkpoint
-from common.errors import Finished, InputError, RunError
+from common.errors import InputError, RunError
 from common.replay_buffer import ReplayBuffer
 from common.run import Run
 
@@ -150,11 +151,18 @@ def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
 
 
 @every_algorithm
-def test_a_finished_run_says_so(algo: str, small):
-    module(algo).train(small(algo))
+def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.CaptureFixture[str]):
+    """The last evaluation, that of the run which made it; and it says why nothing was trained."""
+    first = module(algo).train(small(algo))
+    assert "nothing to do" not in capsys.readouterr().err
     before = (small(algo).run_dir / "evaluations.csv").read_bytes()
-    with pytest.raises(Finished, match=r"finished \(400 steps\)"):
-        module(algo).train(small(algo))
+    again = module(algo).train(small(algo))
+    assert "is finished (400 steps): nothing to do" in capsys.readouterr().err
+    assert first == again
+    rows = list(csv.DictReader(before.decode().splitlines()))
+    last = [(float(row["return"]), int(row["length"])) for row in rows if row["step"] == rows[-1]["step"]]
+    assert [(episode.return_, episode.length) for episode in again.episodes] == last
+    assert (again.folder, again.step, len(last)) == (small(algo).run_dir, int(rows[-1]["step"]), 2)
     assert (small(algo).run_dir / "evaluations.csv").read_bytes() == before
 
 
@@ -217,8 +225,9 @@ def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPat
     path.write_text(path.read_text().replace('"gpu": null', '"gpu": "a card"').replace('"cpu",', '"auto",'))
     with pytest.raises(InputError, match=r"device \(cuda there, cpu here\)"):
         module("sac").train(small(device="auto", total_steps=600))
-    with pytest.raises(Finished):
-        module("sac").train(small(device="auto"))
+    before = (small().run_dir / "evaluations.csv").read_bytes()
+    assert module("sac").train(small(device="auto")).step == 400
+    assert (small().run_dir / "evaluations.csv").read_bytes() == before
 
 
 @every_algorithm
@@ -237,8 +246,8 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     path.write_text(json.dumps(config))
     with pytest.raises(InputError, match="vectorizer \\(sync there, async here\\)"):
         module("sac").train(small(vectorizer="async"))
-    with pytest.raises(Finished, match=r"finished \(400 steps\)"):
-        module("sac").train(small())
+    assert module("sac").train(small()).step == 400
+    assert json.loads(path.read_text()) == config
 
 
 def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small):
@@ -247,8 +256,8 @@ def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small):
     config = json.loads(path.read_text())
     del config["arguments"]["hidden"]
     path.write_text(json.dumps(config))
-    with pytest.raises(Finished, match=r"finished \(2 steps\)"):
-        module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
+    assert module("td3").train(small("td3", hidden=(256, 256), total_steps=2)).step == 2
+    assert json.loads(path.read_text()) == config
 
 
 def test_a_run_that_another_command_made_meanwhile_is_not_taken_over(small):

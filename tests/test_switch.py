@@ -104,7 +104,23 @@ def test_online_rewards_are_scaled_as_the_datasets(switch: Any) -> None:
 )
 def test_updates(switch: Any, retain: str, num_envs: int, expected: dict[int, int]) -> None:
     made = switch(retain=retain, num_envs=num_envs, warmup_steps=7, utd=3)
-    assert {step: made.updates(step) for step in expected} == expected
+    assert {step: made.updates(step, batch_size=4) for step in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("retain", "warmup_steps", "first"), [("mix", 5_000, 9), ("none", 0, 17), ("none", 30, 31), ("append", 5_000, 1)]
+)
+@pytest.mark.parametrize("algo", ["bc", "cql", "iql", "td3_bc"])
+def test_the_first_online_update_has_a_full_batch(
+    algo: str, retain: str, warmup_steps: int, first: int, small: Any
+) -> None:
+    """Of 16 transitions, with `mix` 8 of them online ones. In version 0.1 it came at step 1."""
+    steps = {"offline_steps": 0, "online_steps": 40, "warmup_steps": warmup_steps}
+    args = small(algo, retain=retain, batch_size=16, **steps, **({"calibrated": False} if algo == "cql" else {}))
+    module(algo).train(args)
+    optimizer = "actor_optimizer" if algo == "bc" else "critic_optimizer"
+    updates = int(final_state(args.run_dir)["agent"][optimizer]["state"][0]["step"])
+    assert updates == 40 - first + 1
 
 
 def test_evaluations_are_due_on_both_sides_of_the_switch(switch: Any) -> None:

@@ -28,7 +28,7 @@ from formulas import (
 
 from algos.wsrl import PRESETS, WSRL, Args
 from common.checkpoint import restore, state_of
-from common.errors import Finished, InputError
+from common.errors import InputError
 from common.networks import Adam
 from common.replay_buffer import Batch, ReplayBuffer
 
@@ -77,8 +77,8 @@ def drawn_from_policy(agent: WSRL, obs: Array, noise: Array) -> tuple[Array, Arr
     else:
         mean, log_std = outputs, agent.actor.log_std.detach().numpy()
     std = np.clip(np.exp(log_std), 1e-5, 10)
-    actions = np.tanh(mean + std * noise)
-    return actions, log_density(mean, np.broadcast_to(std, mean.shape), actions)
+    u = mean + std * noise
+    return np.tanh(u), log_density(mean, np.broadcast_to(std, mean.shape), u)
 
 
 def bellman_target(agent: WSRL, batch: Batch, drawn: Drawn, count: int) -> Array:
@@ -129,6 +129,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"backup_entropy": True},
     {"online_max_target_backup": True},
     {"online_cql": True, "calibrated": True},
+    {"shared_head": True},
 ]
 
 
@@ -215,6 +216,58 @@ def test_an_online_update_steps_the_critics_on_each_slice_and_the_actor_once_on_
     assert steps == {"critic": 4, "actor": 1, "alpha": 1}
     assert int(agent.multiplier_optimizer.step_count) == 0
     assert all(not torch.equal(a, b) for a, b in zip(before, agent.critic_target.parameters(), strict=True))
+
+
+def test_the_multiplier_steps_once_on_all_slices() -> None:
+    """As in the authors' code, with the critics after all slices. In version 0.1 it stepped on each slice."""
+    agent = make_agent(lagrange_gap=0.8, online_cql=True, batch_size=16)
+    batch, before = make_batch(64), agent.multiplier.item()
+    terms: list[tuple[int, float]] = []
+    conservative_term, alpha_prime_loss = agent.conservative_term, agent.alpha_prime_loss
+
+    def noted(part: Batch, data: torch.Tensor) -> torch.Tensor:
+        torch.testing.assert_close(data, agent.critic(part.obs, part.actions))  # of the critics as they stand
+        term = conservative_term(part, data)
+        terms.append((len(part.obs), term.item()))
+        return term
+
+    agent.conservative_term = noted
+    given: list[float] = []
+    agent.alpha_prime_loss = lambda term: given.append(term.item()) or alpha_prime_loss(term)
+    agent.update(batch, online=True)
+    assert [size for size, _ in terms] == [16] * 4 + [64]
+    assert given == [terms[-1][1]]
+    assert int(agent.multiplier_optimizer.step_count) == 1
+    assert np.sign(agent.multiplier.item() - before) == np.sign(given[0] - 0.8)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_shared_head_is_one_layer_of_all_critics(large: bool) -> None:
+    """By autograd on one critic at a time, also with the products of large networks."""
+    size = 512 if large else 16
+    agent = float32_agent(shared_head=True, critic_hidden=(size, size))
+    batch = float32_batch(64)
+    head = agent.critic.net[-1]
+    assert head.weight.shape == (1, 1, size)
+    gradients = torch.autograd.grad(agent.critic(batch.obs, batch.actions).square().sum(), [head.weight, head.bias])
+    expected = [torch.zeros_like(head.weight), torch.zeros_like(head.bias)]
+    for member in range(E):
+        value = agent.critic(batch.obs, batch.actions, torch.tensor([member]))
+        for total, part in zip(
+            expected, torch.autograd.grad(value.square().sum(), [head.weight, head.bias]), strict=True
+        ):
+            total += part
+    for found, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_hidden_layer_starts_at_its_scale() -> None:
+    """Orthogonal with gain 0.01, the others with √2: columns or rows of that length."""
+    agent = float32_agent(last_scale=0.01, hidden=(16, 16), critic_hidden=(16, 16))
+    for network in (layers(agent.actor), layers(agent.critic, 1)):
+        for (weight, *_), gain in zip(network, (math.sqrt(2), 0.01, math.sqrt(2)), strict=True):
+            gram = weight.T @ weight if weight.shape[1] <= weight.shape[0] else weight @ weight.T
+            np.testing.assert_allclose(gram, gain**2 * np.eye(len(gram)), atol=1e-5)
 
 
 def test_target_critics_follow_behind_each_slice() -> None:
@@ -397,8 +450,7 @@ class TestRuns:
         shutil.rmtree(first.run_dir)
         (args.run_dir / "DONE").unlink()  # as if it had been killed behind its last checkpoint
         module("wsrl").train(args)
-        with pytest.raises(Finished):
-            module("wsrl").train(args)
+        assert module("wsrl").train(args).step == 30
 
     def test_a_kill_while_the_first_checkpoint_is_written(self, small: Any, tmp_path: Path) -> None:
         """Behind the replay rows, before the state: the same command begins anew."""
