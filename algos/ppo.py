@@ -7,8 +7,8 @@ results rest on (Huang et al. 2022, "The 37 Implementation Details of Proximal P
     python algos/ppo.py --env HalfCheetah-v4
 
 Where public versions differ (docs/ppo.md has CleanRL's choices as flags):
-- 64 environments share a round of 2 048 steps, advantages are recomputed at every epoch and not normalised, V is not
-  clipped, and σ starts at 0.6: Tianshou's recipe;
+- as in Tianshou, 64 environments share a round of 2 048 steps, advantages are recomputed at every epoch and not
+  normalised, and V is not clipped; rewards are scaled, where Tianshou scales returns (`--return-scaling`);
 - a truncated episode bootstraps from its final observation (CleanRL counts it as terminated: `--truncation-ends`);
 - observations' statistics move between rounds only, so that the policy that learns is the one that acted;
 - actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
