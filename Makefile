@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare report video play speed load datasets binary d4rl d3rlpy
+.PHONY: help setup train test lint bench compare report video play speed load datasets binary d4rl d3rlpy libraries
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -63,6 +63,9 @@ binary: setup ## the Adroit binary tasks' datasets (bench/adroit_binary.py says 
 d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
 	$(BIN)/python bench/compare_d4rl.py $(ARGS)
 
+libraries: setup $(VENV)-libraries/installed ## check that Minari, d3rlpy and TorchRL read what collect writes
+	$(BIN)/python bench/compare_libraries.py $(ARGS)
+
 $(VENV)/video: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[video]'
 	@touch $@
@@ -77,6 +80,12 @@ $(VENV)-d3rlpy/installed: bench/d3rlpy-requirements.txt
 	$(PYTHON) -m venv $(VENV)-d3rlpy
 	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	$(VENV)-d3rlpy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps d4rl==1.1 gymnasium==1.4.0
+	@touch $@
+
+$(VENV)-libraries/installed: bench/libraries-requirements.txt
+	$(PYTHON) -m venv $(VENV)-libraries
+	$(VENV)-libraries/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)-libraries/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gymnasium==1.4.0 gymnasium-robotics==1.4.2
 	@touch $@
 
 $(VENV)-peers/installed: bench/peers-requirements.txt

@@ -3,6 +3,8 @@
 import difflib
 import importlib
 import importlib.util
+import os
+import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -26,18 +28,19 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
     """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
 
     The other entries of `info` are dropped because a vector environment spends 1 µs a step to gather each, four
-    in HalfCheetah-v4 and nine in Ant-v4, and nobody here reads them.
+    in HalfCheetah-v4 and nine in Ant-v4, and training does not read them. With `all_infos`, every number is kept.
     """
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Env, all_infos: bool = False) -> None:
         super().__init__(env)
+        self._all_infos = all_infos
         self._dtype, self._shape = env.action_space.dtype, env.observation_space.shape
         self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
         self.observation_space = Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        obs, _ = self.env.reset(seed=seed, options=options)
-        return self._shaped(obs), {}
+        obs, info = self.env.reset(seed=seed, options=options)
+        return self._shaped(obs), self._numbers(info) if self._all_infos else {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         refuse_non_finite(action)
@@ -46,7 +49,8 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
             number = float(reward)
         except TypeError:
             raise InputError(f"{self.spec and self.spec.id} gave a reward that is no number, {reward!r}") from None
-        return self._shaped(obs), number, termination, truncation, self._told(info)
+        told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
+        return self._shaped(obs), number, termination, truncation, told
 
     def _shaped(self, obs: Any) -> Array:
         shaped = np.array(obs, np.float32)
@@ -56,6 +60,12 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
                 f"its observation_space says {self._shape}"
             )
         return shaped
+
+    def _numbers(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries that are one number, as float or bool."""
+        kinds = (bool, int, float, np.bool_, np.integer, np.floating)
+        numbers = {name: value for name, value in info.items() if isinstance(value, kinds)}
+        return {k: bool(v) if isinstance(v, bool | np.bool_) else float(v) for k, v in numbers.items()}
 
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
         """What evaluations read: `success`, and `return` where that is not the sum of the rewards."""
@@ -76,14 +86,14 @@ class InBounds(gym.ActionWrapper[Array, Array, Array]):
         return np.clip(action, box.low, box.high)
 
 
-def make(env_id: str, **kwargs: Any) -> ExactState:
+def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     """The environment `env_id` ("Name-v0", or "module:Name-v0" to import its module first), ready for an agent.
 
     Observations: float32 [obs_dim]; a dict's entries joined in its space's order, which is alphabetical (achieved_goal,
     desired_goal, observation). Actions: float32 [action_dim] in [-1, 1], rescaled to the environment's own box.
     `info["success"]`: bool, at each step, where the environment has the notion; `info["return"]`: float, the episode's
-    return so far, where that is not the sum of the rewards. `kwargs` go to the environment's constructor. Its exact
-    state can be saved and restored (`envs.state`).
+    return so far, where that is not the sum of the rewards; with `all_infos` every other number too. `kwargs` go to the
+    environment's constructor. Its exact state can be saved and restored (`envs.state`).
 
     Raises InputError where the id is unknown, a package is missing, the environment does not start, or its actions or
     observations are not continuous vectors.
@@ -106,7 +116,7 @@ def make(env_id: str, **kwargs: Any) -> ExactState:
     if (box.low != -1).any() or (box.high != 1).any():
         one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
         env = RescaleAction(InBounds(env), -one, one)
-    return ExactState(Uniform(env))
+    return ExactState(Uniform(env, all_infos))
 
 
 def make_vector(
@@ -149,12 +159,14 @@ def make_vector(
 def _find(env_id: str) -> gym.envs.registration.EnvSpec:
     module, _, name = env_id.rpartition(":")
     if module:
+        if os.getcwd() not in sys.path:  # `python algos/sac.py` puts algos/ there, not the current folder
+            sys.path.append(os.getcwd())
         try:
             importlib.import_module(module)
         except Exception as error:
             raise InputError(
                 f"The module of {env_id} does not import. {type(error).__name__}: {error}\n"
-                "Install it, or add its folder to PYTHONPATH."
+                "Install it, run the command in its folder, or add its folder to PYTHONPATH."
             ) from error
     if name not in gym.registry:
         _register_robotics(name)

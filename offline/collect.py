@@ -14,6 +14,8 @@ nothing.
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +34,7 @@ from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
 from envs.make import make, make_vector
 from offline.policies import Array, Policy, RunFolder, load_policy, read_run
-from offline.recording import trusted_environment
-from offline.write import MINARI, Transitions, recipe_at, write_d4rl, write_minari
+from offline.write import MINARI, Infos, Transitions, recipe_at, write_d4rl, write_minari
 
 
 @dataclasses.dataclass
@@ -88,9 +89,9 @@ def collect(args: Args) -> None:
     torch.set_num_threads(1)
     run = read_run(args.replay) if args.replay else None
     env_id = _environment(args, run)
-    with contextlib.closing(make(env_id)) as flat:
-        assert flat.unwrapped.spec is not None
-        env: gym.Env[Any, Any] = gym.make(flat.unwrapped.spec, disable_env_checker=True)  # without our wrappers
+    make(env_id).close()  # registers it, or refuses it in words
+    spec = gym.registry[env_id.rpartition(":")[2]]
+    env: gym.Env[Any, Any] = gym.make(spec, disable_env_checker=True)  # without our wrappers
     policies = [
         load_policy(source, env, seeds(args.seed, f"policy {i}", 1)[0], args.deterministic)
         for i, source in enumerate(args.policy)
@@ -106,11 +107,12 @@ def collect(args: Args) -> None:
     if before is not None:
         _same_or_refuse(args.output, before, recipe)
     try:
-        data = _replayed(run, env) if run else _collected(args, env_id, env, policies)
+        infos: Infos = {}  # a replay buffer has none
+        data = _replayed(run, env) if run else _collected(args, env_id, env, policies, infos)
         facts = _facts(data)
         recipe |= facts
         if args.output.startswith(MINARI):
-            write_minari(args.output.removeprefix(MINARI), data, env, recipe, args.ref_scores)
+            write_minari(args.output.removeprefix(MINARI), data, env, recipe, args.ref_scores, infos)
         else:
             write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores)
     except KeyboardInterrupt:
@@ -134,8 +136,6 @@ def _environment(args: Args, run: RunFolder | None) -> str:
     env_id = args.env or trained_on
     if env_id is None:
         raise InputError("no policy here names its environment: give --env")
-    if args.env is None and trusted_environment(env_id) is None:
-        raise InputError(f"{folders[0].path} names {env_id}, whose module would be imported: give --env to allow it")
     return env_id
 
 
@@ -157,21 +157,44 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     raise Finished(f"{output} exists already, made by the same command: nothing to do")
 
 
-def _collected(args: Args, env_id: str, env: gym.Env[Any, Any], policies: list[Policy]) -> Transitions:
-    parts = []
+def _collected(args: Args, env_id: str, env: gym.Env[Any, Any], policies: list[Policy], infos: Infos) -> Transitions:
+    """Return the policies' transitions, and fill `infos`: all numbers for a Minari dataset, which stores them."""
+    parts: list[Transitions] = []
+    kwargs = {"all_infos": True} if args.output.startswith(MINARI) else {}
     with tqdm(total=args.transitions, unit=" transitions", disable=None) as progress:
         for i, policy in enumerate(policies):
             share = args.transitions // len(policies) + (i < args.transitions % len(policies))
-            envs = make_vector(env_id, args.num_envs, args.seed, f"collection {i}", args.vectorizer)
+            envs = make_vector(env_id, args.num_envs, args.seed, f"collection {i}", args.vectorizer, **kwargs)
             with contextlib.closing(envs):
-                parts.append(roll_out(policy, envs, share, progress))
+                note = partial(_note, infos, args.transitions, sum(len(part.rewards) for part in parts))
+                parts.append(roll_out(policy, envs, share, progress, note))
     return _in_own_units(Transitions(*map(np.concatenate, zip(*parts, strict=True))), env)
 
 
-def roll_out(policy: Policy, envs: VectorEnv[Array, Array, Array], transitions: int, progress: Any) -> Transitions:
+def _note(infos: Infos, transitions: int, first: int, when: int, rows: Array, told: dict[str, Any]) -> None:
+    """Store what environments told with obs (`when` is 0) or next_obs (1) of the transitions first + rows [n].
+
+    `told`: a vector environment's infos, of which the first n environments count.
+    """
+    for name, values in told.items():
+        if (known := told.get(f"_{name}")) is not None:  # else it is such a mask itself
+            if name not in infos:
+                infos[name] = np.full((2, transitions), False if values.dtype == bool else np.nan)
+            known = known[: len(rows)]
+            infos[name][when, first + rows[known]] = values[: len(rows)][known]
+
+
+def roll_out(
+    policy: Policy,
+    envs: VectorEnv[Array, Array, Array],
+    transitions: int,
+    progress: Any,
+    note: Callable[[int, Array, dict[str, Any]], None],
+) -> Transitions:
     """That many transitions, evenly from each of `envs` (freshly made), one environment's after the other's.
 
-    Actions are in [-1, 1], as the policy gave them. Raises RunError where the environment gives what is not finite.
+    Actions are in [-1, 1], as the policy gave them. `note`: receives what the environments told with obs (0) and with
+    next_obs (1) of the rows [n]. Raises RunError where the environment gives what is not finite.
     """
     n = envs.num_envs
     counts = [transitions // n + (i < transitions % n) for i in range(n)]
@@ -179,16 +202,20 @@ def roll_out(policy: Policy, envs: VectorEnv[Array, Array, Array], transitions: 
     floats = [np.empty((counts[0], n, *shape), np.float32) for shape in ([shapes[0]], [shapes[1]], [], [shapes[0]])]
     bools = [np.zeros((counts[0], n), bool) for _ in range(3)]
     data = Transitions(*floats, *bools)
-    obs, _ = envs.reset()
+    starts = np.cumsum([0, *counts[:-1]])
+    obs, info = envs.reset()
     for step in range(counts[0]):
+        rows = step + starts[: min(n, transitions - step * n)]
+        note(0, rows, info)
         actions = policy(obs)
-        next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+        next_obs, rewards, terminations, truncations, info = envs.step(actions)
         require_finite(step * n, obs=next_obs, rewards=rewards)
+        note(1, rows, info)
         for values, new in zip(data, (obs, actions, rewards, next_obs, terminations, truncations), strict=False):
             values[step] = new
         dones = terminations | truncations
-        obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
-        progress.update(min(n, transitions - step * n))
+        obs, info = envs.reset(options={"reset_mask": dones}) if dones.any() else (next_obs, {})
+        progress.update(len(rows))
     for i, count in enumerate(counts):
         data.cuts[count - 1, i] = not (data.terminations[count - 1, i] or data.truncations[count - 1, i])
     return Transitions(*(np.concatenate([values[:count, i] for i, count in enumerate(counts)]) for values in data))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.errors import InputError
 from offline.download import download
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
-from offline.recording import Array, Block, Recording, nearest, trusted_environment
+from offline.recording import Array, Block, Recording, nearest, trusted_environment, untrusted_environment
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
 BLOCK_ROWS = 16_384
@@ -250,6 +250,7 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
         env=env, env_kwargs=json.loads(facts.get("env_kwargs", "{}")),
         action_low=facts.get("action_low", -1.0), action_high=facts.get("action_high", 1.0), reference=scores,
         version=(str(layout.path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
+        untrusted_env=None if entry else untrusted_environment(facts.get("env")),
     )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ class Dataset:
     reward_scale: float = 1.0
     reward_shift: float = 0.0
     """What rewards were multiplied by, and what then was added: online rewards need the same, once."""
+    untrusted_env: str | None = None
+    """As in `Recording`."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -247,7 +249,7 @@ def load(
     lost_rewards = recording.lost_rewards * reward_scale + reward_shift
     return Dataset(
         recording.id, buffer, recording.ends, lost_rewards, recording.env, recording.env_kwargs, recording.reference,
-        reward_scale, reward_shift,
+        reward_scale, reward_shift, recording.untrusted_env,
     )  # fmt: skip
 
 

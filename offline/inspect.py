@@ -105,7 +105,7 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
     returns, lengths = recording.returns(), np.diff(recording.ends, prepend=0)
     found: dict[str, Any] = {
         "id": recording.id,
-        "environment": recording.env,
+        "environment": recording.env or recording.untrusted_env,
         "transitions": len(recording),
         "episodes": len(lengths),
         "obs_dim": recording.obs_dim,

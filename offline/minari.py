@@ -5,19 +5,23 @@ observations are joined as `envs.make.make` joins those of the environment. `min
 MuJoCo on Minari's server.
 """
 
+import contextlib
+import functools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Space
 from minari import MinariDataset, download_dataset, list_local_datasets, load_dataset
 from minari.storage import get_dataset_path
 
 from common.errors import InputError
-from offline.recording import Array, Block, Recording, nearest, trusted_environment
+from offline.recording import Array, Block, Recording, nearest, trusted_environment, untrusted_environment
 
 BLOCK_ROWS = 10_000  # short episodes are joined to blocks of about so many transitions
 
@@ -109,15 +113,16 @@ def _recording(dataset: MinariDataset, source: str) -> Recording:
     def rewards() -> Array:
         return np.concatenate([episode.rewards for episode in _episodes(dataset, lengths)])
 
-    env, env_kwargs = _environment(metadata)
+    name, env_kwargs = _environment(metadata, dataset.storage.data_path)
     bounded = bool(np.isfinite([action_space.low, action_space.high]).all())
     files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
     return Recording(
         source, _width(obs_space), int(action_space.shape[0]), ends, np.full(len(ends), np.nan), blocks, rewards,
-        env=env, env_kwargs=env_kwargs,
+        env=trusted_environment(name), env_kwargs=env_kwargs,
         action_low=action_space.low if bounded else -1.0, action_high=action_space.high if bounded else 1.0,
         reference=_reference(metadata),
         version=tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+        untrusted_env=untrusted_environment(name),
     )  # fmt: skip
 
 
@@ -133,17 +138,45 @@ def _episodes(dataset: MinariDataset, lengths: list[int]) -> Iterator[Any]:
         raise _damaged(dataset.storage.data_path, error) from None
 
 
-def _environment(metadata: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Id and constructor's arguments of the evaluation environment, else of the one that made the data."""
-    text = metadata.get("eval_env_spec") or metadata.get("env_spec")
-    if not isinstance(text, str):
-        return None, {}
-    spec = json.loads(text)
-    name = spec.get("id")
-    # Adapted by offline.environments, whose import registers it.
-    env = trusted_environment(f"offline.environments:{name}" if str(name).startswith("d4rl/") else name)
-    limit = spec.get("max_episode_steps")
-    return env, dict(spec.get("kwargs") or {}) | ({"max_episode_steps": limit} if limit else {})
+def _environment(metadata: dict[str, Any], path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the id and constructor's arguments of the evaluation environment, else of the one that made the data.
+
+    Minari's AntMaze datasets name evaluation environments with other walls than their data have (its issues 301 and
+    304): then the maze is that of the data. Marks of start and goal alone are no such difference.
+    """
+    specs = [json.loads(text) for key in ("eval_env_spec", "env_spec") if isinstance(text := metadata.get(key), str)]
+    collected_in = _collected_in(metadata)
+    if not specs:
+        return collected_in, {}
+    name, limit = str(specs[0].get("id")), specs[0].get("max_episode_steps")
+    kwargs, made_with = (dict(spec.get("kwargs") or {}) for spec in (specs[0], specs[-1]))
+    if "maze_map" in kwargs and "maze_map" in made_with and _walls(kwargs) != _walls(made_with):
+        kwargs["maze_map"] = made_with["maze_map"]
+        _warn_once(
+            path, "its evaluation environment has other walls than the maze of its data: the data's maze is used"
+        )
+    registered = gym.registry.get(name)
+    if limit and not (registered and registered.max_episode_steps == limit):
+        kwargs["max_episode_steps"] = limit
+    if name.startswith("d4rl/"):  # adapted by offline.environments, whose import registers it
+        return f"offline.environments:{name}", kwargs
+    return (collected_in if collected_in and collected_in.rpartition(":")[2] == name else name), kwargs
+
+
+def _collected_in(metadata: dict[str, Any]) -> str | None:
+    """Return the environment of offline.collect's recipe, which names its module as a spec does not."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return str(json.loads(metadata["recipe"])["arguments"]["env"])
+    return None
+
+
+def _walls(kwargs: dict[str, Any]) -> list[list[bool]]:
+    return [[cell == 1 for cell in row] for row in kwargs["maze_map"]]
+
+
+@functools.cache  # a run reads its dataset more than once
+def _warn_once(path: Path, reason: str) -> None:
+    sys.stderr.write(f"warning: {path.parent}: {reason}\n")
 
 
 def _is_vector(space: Space[Any]) -> bool:

@@ -3,13 +3,17 @@
 Nothing is ever unpickled: checkpoints and policy files are read as mere tensors.
 """
 
+import base64
 import hashlib
 import importlib
 import io
 import json
 import pickle
+import pickletools
 import re
+import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +74,11 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
 
     `source`: "random" (uniform in [-1, 1], deterministic or not), "waypoints" (`offline.waypoints`, for maze2d), a run
     folder, or a Stable-Baselines3 .zip of SAC, TQC, TD3, DDPG, PPO or A2C. Statistics of a VecNormalize are not in such
-    a file: a policy trained with them acts on observations that it does not know. Exploration noise of TD3 and DDPG is
-    not in it either, and that of gSDE is not reproduced here: those are taken with `deterministic` only.
+    a file: they are read from an export next to it (docs/data.md). Exploration noise of TD3 and DDPG is not in it
+    either, and that of gSDE is not reproduced here: those are taken with `deterministic` only.
 
-    Raises InputError where the source is missing, damaged, of another kind, or does not fit the environment.
+    Raises InputError where the source is missing, damaged, of another kind, or does not fit the environment, and where
+    the statistics of a VecNormalize are missing.
     """
     obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
     generator = torch.Generator().manual_seed(seed)
@@ -179,12 +184,13 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
     if not deterministic and log_std is None and log_std_layer is None:
         raise InputError(f"{path} is a deterministic policy, stored without its noise: give --deterministic")
 
+    normalize, statistics = _vec_normalize(path, data, on_policy, layers[0][0].shape[-1])
     box: Any = gym.make(_spec(env), disable_env_checker=True).action_space if on_policy else None
     to_unit = rescale_box(box, -np.ones_like(box.low), np.ones_like(box.low))[1] if on_policy else None
 
     @torch.no_grad()
     def act(obs: Array) -> Array:
-        latent = torch.from_numpy(obs)
+        latent = torch.from_numpy(normalize(obs))
         for layer in layers:
             latent = activation(F.linear(latent, *layer))
         actions = F.linear(latent, *last)
@@ -199,7 +205,7 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
         return unit
 
     _check_shapes(path, env, [*layers, last], act)
-    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": _sha256(path.read_bytes())}
+    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": _sha256(path.read_bytes())} | statistics
     return Policy(act, facts | {"algorithm": algorithm, "step": data.get("num_timesteps")})
 
 
@@ -221,6 +227,78 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise InputError(f"{path} holds weights that are not finite")
     return tensors, data
+
+
+def _vec_normalize(
+    path: Path, data: dict[str, Any], on_policy: bool, obs_dim: int
+) -> tuple[Callable[[Array], Array], dict[str, Any]]:
+    """Return what the policy's VecNormalize does to obs [n, obs_dim], and the facts of its statistics.
+
+    The statistics are read from an export next to the policy, because Stable-Baselines3 stores them as a pickle.
+    Raises InputError if they are needed and missing, or do not fit.
+    """
+    export = path.with_suffix(".npz")
+    if not export.is_file():
+        _refuse_without_statistics(path, export, _was_normalized(data, on_policy))
+        return lambda obs: obs, {}
+    try:
+        with np.load(export, allow_pickle=False) as file:
+            facts = {"vec_normalize": _sha256(export.read_bytes())}
+            if "norm_obs" in file and not file["norm_obs"]:  # it normalised rewards alone
+                return lambda obs: obs, facts
+            mean, var = (np.asarray(file[name], np.float64) for name in ("mean", "var"))
+            epsilon, clip = float(file["epsilon"]), float(file["clip_obs"])
+        if {mean.shape, var.shape} != {(obs_dim,)}:
+            raise ValueError(f"the policy takes {obs_dim} observations, mean has shape {mean.shape}, var {var.shape}")
+        if not (np.isfinite([mean, var]).all() and (var >= 0).all() and 0 < epsilon < np.inf and clip > 0):
+            raise ValueError("a mean, var, epsilon or clip_obs is not finite, or not positive")
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(
+            f"{export} does not hold the VecNormalize statistics of {path.name}: {error}\n"
+            "write it as docs/data.md shows"
+        ) from None
+    deviation = np.sqrt(var + epsilon)
+    return lambda obs: np.clip((obs - mean) / deviation, -clip, clip).astype(np.float32), facts
+
+
+def _was_normalized(data: dict[str, Any], on_policy: bool) -> bool | None:
+    """Return whether the policy was trained on observations of a VecNormalize; None if its file does not show it.
+
+    Stable-Baselines3 keeps the last observations as the policy and as the environment gave them. The former are
+    float32 under a VecNormalize; PPO and A2C keep the latter under a VecNormalize only.
+    """
+    seen, given = (_float_types(data.get(key)) for key in ("_last_obs", "_last_original_obs"))
+    if seen == {"f8"} or (on_policy and data.get("_last_original_obs", ...) is None):
+        return False
+    if given and seen and (on_policy or seen != given):
+        return True
+    return None
+
+
+def _float_types(entry: Any) -> set[str]:
+    """Return which of f4 and f8 an array's pickle names: its opcodes are listed and never executed."""
+    try:
+        opcodes = pickletools.genops(base64.b64decode(entry[":serialized:"]))
+        return {"f4", "f8"}.intersection(argument for _, argument, _ in opcodes if isinstance(argument, str))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return set()
+
+
+def _refuse_without_statistics(path: Path, export: Path, was_normalized: bool | None) -> None:
+    """Raise InputError if a policy needs statistics that are not here; print a line if its file does not show it."""
+    pickles = [*path.parent.glob("*.pkl"), *path.parent.glob(f"{path.stem}/*.pkl")]  # the latter is the RL Zoo's place
+    near = [file.name for file in pickles if file.stem == path.stem or re.search("vec_?norm", file.name.lower())]
+    if was_normalized or (was_normalized is None and near):
+        known = "was trained under VecNormalize" if was_normalized else f"lies next to {near[0]}"
+        raise InputError(
+            f"{path} {known}, but the statistics that its observations need are missing\n"
+            f"export them to {export}: docs/data.md shows how (a pickle is never loaded here)"
+        )
+    if was_normalized is None:
+        sys.stderr.write(
+            f"warning: {path} does not show whether it was trained under VecNormalize: "
+            f"if so, export its statistics to {export} (docs/data.md)\n"
+        )
 
 
 def _numbers(weights: dict[str, Tensor], prefix: str) -> list[int]:

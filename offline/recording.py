@@ -1,6 +1,7 @@
 """What a dataset file holds, before it becomes a replay buffer: its facts at once, its transitions in blocks."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +50,8 @@ class Recording:
     """Returns that stand for the scores 0 and 100."""
     version: tuple[Any, ...] = ()
     """What changes when the files do."""
+    untrusted_env: str | None = None
+    """The environment that the files name, where `env` is None because it would import a module (module:Name-v0)."""
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -72,3 +75,11 @@ def nearest(name: str, known: list[str]) -> str:
 def trusted_environment(name: object) -> str | None:
     """The environment that a dataset names, unless making it would import a module of the dataset's choice."""
     return name if isinstance(name, str) and name.rpartition(":")[0] in ("", "offline.environments") else None
+
+
+def untrusted_environment(name: object) -> str | None:
+    """Return the module:Name-v0 that a dataset names and `trusted_environment` does not take; only --env allows it."""
+    text = name.decode(errors="replace") if isinstance(name, bytes) else name
+    if trusted_environment(text) is not None or not isinstance(text, str):
+        return None
+    return text if re.fullmatch(r"[\w.]+:[\w./-]{1,100}", text) else None

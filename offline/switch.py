@@ -175,6 +175,11 @@ class Switch:
         if top < 1.0:
             self.dataset = self.dataset.top(top)
         if not (args.env or self.dataset.env):
+            if named := self.dataset.untrusted_env:
+                raise InputError(
+                    f"{args.dataset} names the environment {named}, but modules named in files are not imported\n"
+                    f"give --env {named} to allow it"
+                )
             raise InputError(f"{args.dataset} does not say what environment evaluates it: give --env")
         self.env = args.env or str(self.dataset.env)
         self.env_kwargs = {} if args.env else self.dataset.env_kwargs

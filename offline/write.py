@@ -1,10 +1,11 @@
 """A dataset onto disk, as one HDF5 file in D4RL's layout or as a Minari dataset: either whole or not there."""
 
+import dataclasses
 import io
 import json
 import os
 import shutil
-import warnings
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import gymnasium as gym
 import h5py
 import minari
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Dict, flatdim, unflatten
 from minari.data_collector import EpisodeBuffer
 from minari.dataset.minari_dataset import parse_dataset_id
@@ -25,6 +27,7 @@ from common import checkpoint
 from common.errors import InputError, RunError
 
 Array = NDArray[Any]
+Infos = dict[str, Array]  # by name [2, n]: a number that came with obs, and with next_obs, of each transition
 MINARI = "minari:"  # what an output begins with that is a dataset's id, not a file
 
 
@@ -155,11 +158,13 @@ def write_minari(
     env: gym.Env[Any, Any],
     recipe: dict[str, Any],
     ref_scores: tuple[float, float] | None = None,
+    infos: Infos | None = None,
 ) -> None:
     """Writes the Minari dataset `dataset_id` into MINARI_DATASETS_PATH (~/.minari/datasets unless set).
 
     Observations and actions have the structure and precision of the environment's own spaces (`env`: as gym.make makes
-    it), and its spec is stored. A cut is a truncation. The recipe (JSON) is in the metadata.
+    it), and its whole spec is stored. A cut is a truncation. An episode's `infos` begin with those of its reset. The
+    recipe (JSON) is in the metadata.
 
     Raises RunError where the disk does not take it.
     """
@@ -167,26 +172,24 @@ def write_minari(
     aside = _aside(folder)
     reference = dict(zip(("ref_min_score", "ref_max_score"), ref_scores, strict=True)) if ref_scores else {}
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="env_spec is not serializable")  # the recipe has its id
-            (aside / "data").mkdir(parents=True)
-            # By its storage, not create_dataset_from_buffers: that one writes where readers look, bit by bit.
-            storage = MinariStorage.new(aside / "data", env.observation_space, env.action_space, env.spec)
-            storage.update_metadata(
-                {
-                    "dataset_id": dataset_id,
-                    "minari_version": minari.__version__,
-                    "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
-                    "description": "Collected by onramp's offline.collect; how is in the entry recipe.",
-                    "recipe": json.dumps(recipe),
-                    **reference,
-                }
-            )
-            # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
-            path, storage._file_path = storage._file_path, io.BytesIO(Path(storage._file_path).read_bytes())
-            storage.update_episodes(_buffers(transitions, env))
-            Path(path).write_bytes(storage._file_path.getbuffer())
-            storage.update_metadata({"dataset_size": storage.get_size()})
+        (aside / "data").mkdir(parents=True)
+        # By its storage, not create_dataset_from_buffers: that one writes where readers look, bit by bit.
+        storage = MinariStorage.new(aside / "data", env.observation_space, env.action_space, _whole_spec(env))
+        storage.update_metadata(
+            {
+                "dataset_id": dataset_id,
+                "minari_version": minari.__version__,
+                "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
+                "description": "Collected by onramp's offline.collect; how is in the entry recipe.",
+                "recipe": json.dumps(recipe),
+                **reference,
+            }
+        )
+        # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
+        path, storage._file_path = storage._file_path, io.BytesIO(Path(storage._file_path).read_bytes())
+        storage.update_episodes(_buffers(transitions, env, infos or {}))
+        Path(path).write_bytes(storage._file_path.getbuffer())
+        storage.update_metadata({"dataset_size": storage.get_size()})
         for path in (aside / "data").iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -200,7 +203,30 @@ def write_minari(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _buffers(transitions: Transitions, env: gym.Env[Any, Any]) -> Iterator[EpisodeBuffer]:
+def _whole_spec(env: gym.Env[Any, Any]) -> EnvSpec | None:
+    """Return the spec with its time limit, as `gym.make` of its id gives it; None, with a warning, if JSON cannot.
+
+    A class that was registered as such is named by its module, so that readers find it too.
+    """
+    assert env.spec is not None, "an environment made by gym.make has one"
+    registered = gym.registry.get(env.spec.id, env.spec)
+    spec = dataclasses.replace(env.spec, disable_env_checker=registered.disable_env_checker)
+    module, name = (getattr(spec.entry_point, key, "") for key in ("__module__", "__qualname__"))
+    found = None if module == "__main__" else getattr(sys.modules.get(module), name, None)
+    if callable(found) and found is spec.entry_point:
+        spec.entry_point = f"{module}:{name}"
+    try:
+        spec.to_json()
+    except (TypeError, ValueError):
+        sys.stderr.write(
+            f"warning: readers cannot make {spec.id} from the dataset, because its registration does not fit into "
+            'JSON: register it with "module:Class" and plain arguments\n'
+        )
+        return None
+    return spec
+
+
+def _buffers(transitions: Transitions, env: gym.Env[Any, Any], infos: Infos) -> Iterator[EpisodeBuffer]:
     for episode in transitions.episodes():
         part = Transitions(*(values[episode] for values in transitions))
         yield EpisodeBuffer(
@@ -209,6 +235,7 @@ def _buffers(transitions: Transitions, env: gym.Env[Any, Any]) -> Iterator[Episo
             rewards=part.rewards,
             terminations=part.terminations,
             truncations=part.timeouts,
+            infos={name: np.append(values[0, episode][:1], values[1, episode]) for name, values in infos.items()},
         )
 
 

@@ -310,11 +310,89 @@ def test_runs_that_cannot_be_replayed(small, tmp_path: Path):
     next((args.run_dir / "checkpoint" / "replay").iterdir()).unlink()
     with pytest.raises(InputError, match="missing or damaged"):
         made(env=None, replay=args.run_dir)
-    config = args.run_dir / "config.json"
-    config.write_text(config.read_text().replace("Pendulum-v1", "someones_module:Pendulum-v1"))
-    with pytest.raises(InputError, match="whose module would be imported"):
-        made(env=None, policy=(str(args.run_dir),))
     assert not Path("data.hdf5").exists()
+
+
+@pytest.mark.parametrize("output", ["data.hdf5", "minari:test/own-v0"])
+def test_data_of_a_module_say_so_and_env_allows_it(small, monkeypatch: pytest.MonkeyPatch, output: str):
+    """A run names its environment's module, which collect imports; a file names it too, and is not obeyed."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    name = f"own_{output[:4]}"  # no other test may have imported it
+    own, text = f"{name}:{name}-v0", "import gymnasium as gym\nfrom gymnasium.envs.classic_control import PendulumEnv\n"
+    Path(f"{name}.py").write_text(f"{text}gym.register('{name}-v0', PendulumEnv, max_episode_steps=50)\n")
+    module("sac").train(args := small(env=own, total_steps=60))
+    collect(Args(output, None, (str(args.run_dir),), transitions=100, num_envs=2))
+    source = output.removeprefix("minari:")
+    dataset = load(source)
+    assert (dataset.env, dataset.untrusted_env) == (None, own)
+    with pytest.raises(
+        InputError, match=rf"names the environment {own}, but .* not imported\ngive --env {own} to allow"
+    ):
+        module("bc").train(small("bc", dataset=source, env="", run_dir=args.run_dir.with_name("none")))
+    bc = small("bc", dataset=source, env=own, offline_steps=20, online_steps=0, run_dir=args.run_dir.with_name("bc"))
+    module("bc").train(bc)
+    assert (bc.run_dir / "DONE").exists()
+
+
+class Told(gym.Env[Any, Any]):
+    """Ends after 3 steps; `late` is known from the second step, `word` is no number."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place, self.steps = float(self.np_random.uniform()), 0
+        return np.full(1, self.place, np.float32), {"place": self.place, "word": "a"}
+
+    def step(self, action: Any) -> Any:
+        self.place, self.steps = self.place + float(action[0]), self.steps + 1
+        told = {"place": self.place, "is_success": np.bool_(self.steps == 3), "steps": self.steps, "word": "b"}
+        told |= {"late": np.float32(self.steps)} if self.steps > 1 else {}
+        return np.full(1, self.place, np.float32), 0.0, self.steps == 3, False, told
+
+
+gym.register("Told-v0", f"{__name__}:Told")
+gym.register("Class-v0", Told)
+gym.register("Lambda-v0", lambda: Told())
+
+
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+def test_minari_episodes_hold_infos(vectorizer: str):
+    """All numbers in `info`, from the reset on; what was not there is NaN, and False for a bool."""
+    collect(Args("minari:test/told-v0", "Told-v0", ("random", "random"), None, None, 28, 1, 2, vectorizer))
+    first = minari.load_dataset("test/told-v0")[0]
+    assert set(first.infos) == {"place", "is_success", "success", "steps", "late"}
+    assert first.infos["success"].tolist() == first.infos["is_success"].tolist() == [False, False, False, True]
+    for episode in minari.load_dataset("test/told-v0"):
+        steps = len(episode.rewards)
+        assert np.allclose(episode.infos["place"], episode.observations[:, 0], atol=1e-6)
+        assert np.array_equal(episode.infos["steps"], [np.nan, 1, 2, 3][: steps + 1], equal_nan=True)
+        assert np.array_equal(episode.infos["late"], [np.nan, np.nan, 2, 3][: steps + 1], equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*out of date")
+@pytest.mark.parametrize(("env", "limit"), [("Pendulum-v1", 200), ("HalfCheetah-v4", 1000), ("AdroitHandPen-v1", 200)])
+def test_minari_recovers_the_whole_environment(env: str, limit: int):
+    """The same spec as that of gym.make, time limit included: the recovered environment ends."""
+    collect(Args("minari:test/whole-v0", env, ("random",), transitions=20, num_envs=2))
+    dataset = minari.load_dataset("test/whole-v0")
+    recovered = dataset.recover_environment()
+    assert recovered.spec == gym.make(env).spec
+    recovered.reset(seed=0)
+    ends = [any(recovered.step(recovered.action_space.sample())[2:4]) for _ in range(limit)]
+    assert ends == [False] * (limit - 1) + [True]
+
+
+def test_minari_specs_of_registered_callables(capsys: pytest.CaptureFixture[str]):
+    """Minari stores a spec as JSON: a class becomes its name, a lambda has none, which is said."""
+    for env in ("Class-v0", "Lambda-v0"):
+        collect(Args(f"minari:test/{env}", env, ("random",), transitions=6, num_envs=2))
+        assert load(f"test/{env}").env == env
+    assert isinstance(minari.load_dataset("test/Class-v0").recover_environment().unwrapped, Told)
+    assert minari.load_dataset("test/Lambda-v0").env_spec is None
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert [line.split(" from ")[0] for line in warned] == ["warning: readers cannot make Lambda-v0"]
 
 
 class Diverging(gym.Env[Any, Any]):

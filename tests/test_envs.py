@@ -239,6 +239,21 @@ def test_own_module(tmp_path: Path) -> None:
     assert "No module named 'no_such_thing'" in run(code, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
 
 
+def test_own_module_in_the_current_folder(tmp_path: Path) -> None:
+    """A script's own folder is on the path, as algos/ is; the folder that the user is in counts too."""
+    (tmp_path / "mine_here.py").write_text(
+        "import gymnasium as gym\nfrom gymnasium.envs.classic_control import PendulumEnv\n"
+        "gym.register('Mine-v0', PendulumEnv, max_episode_steps=5)\n"
+    )
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "script.py"
+    script.write_text("from envs.make import make_vector; make_vector('mine_here:Mine-v0', 2, 0, vectorizer='async')\n")
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, str(script)]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("missing", "env_id", "cure"),
     [

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import gymnasium as gym
 import minari
 import numpy as np
 import pytest
+from conftest import ROOT
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Dict, Discrete, Space
 from minari.data_collector import EpisodeBuffer
 from minari.storage import remotes
@@ -96,6 +100,50 @@ def test_the_environment_is_recovered_with_its_arguments() -> None:
     assert (again.spec.max_episode_steps, again.unwrapped._healthy_reward) == (77, 5.0)
     for_evaluation = create([steps], "mine/two-v0", env=environment.spec, eval_env="Hopper-v4", **spaces)
     assert load(for_evaluation).env == "Hopper-v4"
+
+
+UMAZE = [[1, 1, 1, 1, 1], [1, 0, 0, 0, 1], [1, 1, 1, 0, 1], [1, 0, 0, 0, 1], [1, 1, 1, 1, 1]]
+MIRRORED = [row[::-1] for row in UMAZE]
+
+
+def marked(maze: list[list[Any]], start: tuple[int, int], goal: tuple[int, int]) -> list[list[Any]]:
+    """The maze with its start and goal, as Gymnasium-Robotics marks them."""
+    cells = [[*row] for row in maze]
+    cells[start[0]][start[1]], cells[goal[0]][goal[1]] = "r", "g"
+    return cells
+
+
+@pytest.mark.parametrize(
+    ("made_in", "evaluated_in", "used"),
+    [
+        (UMAZE, marked(MIRRORED, (1, 3), (3, 3)), UMAZE),  # D4RL/antmaze/umaze-diverse-v1
+        (UMAZE, marked(UMAZE, (1, 1), (3, 1)), marked(UMAZE, (1, 1), (3, 1))),
+        (UMAZE, None, UMAZE),
+    ],
+    ids=["mirrored", "marks alone", "no evaluation environment"],
+)
+def test_the_maze_is_that_of_the_data(capsys: Any, made_in: Any, evaluated_in: Any, used: Any) -> None:
+    """Evaluation in other walls than those of the data measures nothing (Minari's issues 301 and 304)."""
+
+    def spec(maze: Any) -> EnvSpec:
+        entry = "gymnasium_robotics.envs.maze.ant_maze_v4:AntMazeEnv"
+        return EnvSpec("AntMaze_UMaze-v4", entry, max_episode_steps=700, kwargs={"maze_map": maze})
+
+    evaluation = {} if evaluated_in is None else {"eval_env": spec(evaluated_in)}
+    name = create([episode(3, 0.0, "truncated")], env=spec(made_in), **evaluation)
+    dataset = [load(name) for _ in range(2)][-1]
+    assert (dataset.env, dataset.env_kwargs["maze_map"]) == ("AntMaze_UMaze-v4", used)
+    assert capsys.readouterr().err.count("the data's maze is used") == (evaluated_in is not None and used is made_in)
+
+
+def test_other_libraries_read_what_we_write() -> None:
+    """Minari, d3rlpy, TorchRL and Stable-Baselines3, in an environment of their own."""
+    if not (ROOT / ".venv-libraries").exists():
+        pytest.skip("there is no .venv-libraries: make libraries")
+    line = [sys.executable, str(ROOT / "bench" / "compare_libraries.py")]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line[:3] for line in done.stdout.splitlines()] == ["ok "] * 10, done.stdout
 
 
 def test_its_own_reference_scores() -> None:

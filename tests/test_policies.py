@@ -1,5 +1,6 @@
 """Policies to collect with: those of our runs, of Stable-Baselines3's files, and what is refused."""
 
+import base64
 import io
 import json
 import os
@@ -141,6 +142,112 @@ def test_the_noise_of_stable_baselines(tmp_path: Path, weights: Any, algo: str):
         mean, std = forward(weights, np.tanh, *PPO_NAMES) / 2, np.full((50, 1), np.exp(-1.0) / 2)
     assert np.abs((draws.mean(0) - mean) / std).max() < 5 / 4_000**0.5
     np.testing.assert_allclose(draws.std(0) / std, 1.0, atol=0.06)
+
+
+STATISTICS = {"mean": [0.1, -0.2, 0.3], "var": [0.5, 2.0, 0.01], "epsilon": 1e-8, "clip_obs": 1.5}
+NORMALIZED = ((OBS - STATISTICS["mean"]) / np.sqrt(np.array(STATISTICS["var"]) + 1e-8)).clip(-1.5, 1.5)
+
+
+def last_obs(given: str | None, seen: str) -> dict[str, Any]:
+    """The entries of a file trained on observations `seen`, where the environment gave `given` (types of numbers)."""
+
+    def entry(kind: str) -> dict[str, str]:
+        array = pickle.dumps(np.zeros((1, 3), kind))
+        return {":type:": "<class 'numpy.ndarray'>", ":serialized:": base64.b64encode(array).decode()}
+
+    return {"_last_obs": entry(seen), "_last_original_obs": given and entry(given)}
+
+
+@pytest.mark.parametrize(("weights", "given"), [(PPO, "f4"), (SAC, "f8")])
+def test_a_vec_normalize_is_applied(tmp_path: Path, capsys: Any, weights: Any, given: str):
+    """By the statistics in the export next to the policy, whose hash is in the recipe."""
+    source = write_zip(tmp_path / "policy.zip", weights, **last_obs(given, "f4"))
+    np.savez(tmp_path / "policy.npz", norm_obs=True, **STATISTICS)
+    policy = load_policy(source, PENDULUM, 0, deterministic=True)
+    plain = load_policy(write_zip(tmp_path / "plain.zip", weights, **last_obs("f8", "f8")), PENDULUM, 0, True)
+    assert (np.abs(NORMALIZED) == 1.5).any()
+    np.testing.assert_allclose(policy(OBS), plain(NORMALIZED.astype(np.float32)), atol=1e-6)
+    assert np.abs(policy(OBS) - plain(OBS)).max() > 0.05
+    assert len(policy.facts["vec_normalize"]) == 64
+    assert capsys.readouterr().err == ""
+
+    np.savez(tmp_path / "policy.npz", norm_obs=False)
+    assert np.array_equal(load_policy(source, PENDULUM, 0, True)(OBS), plain(OBS))
+
+
+@pytest.mark.parametrize(
+    ("weights", "data", "file", "named"),
+    [
+        (PPO, last_obs("f4", "f4"), None, "was trained under VecNormalize"),
+        (PPO, last_obs("f8", "f4"), None, "was trained under VecNormalize"),
+        (SAC, last_obs("f8", "f4"), None, "was trained under VecNormalize"),
+        (SAC, last_obs("f4", "f4"), "vecnormalize.pkl", "lies next to vecnormalize.pkl"),
+        (SAC, {}, "policy/vecnormalize.pkl", "lies next to vecnormalize.pkl"),
+        (PPO, {}, "vec_normalize.pkl", "lies next to vec_normalize.pkl"),
+        (SAC, {}, "policy.pkl", "lies next to policy.pkl"),
+    ],
+)
+def test_missing_vec_normalize_statistics(tmp_path: Path, weights: Any, data: Any, file: str | None, named: str):
+    """Such a policy is refused, in two lines, and no pickle is loaded."""
+    source = write_zip(tmp_path / "policy.zip", weights, **data)
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    with pytest.raises(InputError, match=named) as refused:
+        load_policy(source, PENDULUM, 0, deterministic=True)
+    assert f"export them to {tmp_path / 'policy.npz'}" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 2
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("weights", "data", "lines"),
+    [
+        (PPO, last_obs(None, "f4"), 0),
+        (PPO, last_obs("f8", "f8"), 0),  # rewards alone were normalised
+        (SAC, last_obs("f8", "f8"), 0),
+        (SAC, last_obs("f4", "f4"), 1),
+        (SAC, {}, 1),
+        (SAC, {"_last_obs": 3, "_last_original_obs": {":serialized:": "!"}}, 1),
+    ],
+)
+def test_policies_without_vec_normalize(tmp_path: Path, capsys: Any, weights: Any, data: Any, lines: int):
+    """One line is printed if the file does not show whether there was one."""
+    load_policy(write_zip(tmp_path / "policy.zip", weights, **data), PENDULUM, 0, deterministic=True)
+    assert capsys.readouterr().err.count("does not show whether it was trained under VecNormalize") == lines
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"mean": None}, "mean is not a file"),
+        ({"mean": [0.0, 0.0]}, "takes 3 observations"),
+        ({"mean": [0.0, 0.0, np.nan]}, "not finite"),
+        ({"var": [1.0, 1.0, -1.0]}, "not positive"),
+        ({"clip_obs": 0.0}, "not positive"),
+        ({"epsilon": "small"}, "convert"),
+        ({"var": np.array([None] * 3)}, "allow_pickle"),
+    ],
+)
+def test_bad_vec_normalize_statistics(tmp_path: Path, changed: dict[str, Any], named: str):
+    """What is in the export is checked, and no pickle in it is loaded."""
+    source = write_zip(tmp_path / "policy.zip", SAC)
+    np.savez(tmp_path / "policy.npz", **{k: v for k, v in (STATISTICS | changed).items() if v is not None})
+    with pytest.raises(InputError, match=named) as refused:
+        load_policy(source, PENDULUM, 0, deterministic=True)
+    assert "docs/data.md" in str(refused.value)
+
+
+def test_an_export_that_is_something_else(tmp_path: Path):
+    """A text, a pickle and a cut file are refused in words."""
+    source = write_zip(tmp_path / "policy.zip", SAC)
+    np.savez(tmp_path / "whole.npz", **STATISTICS)
+    contents = [b"text", pickle.dumps(Bomb(tmp_path / "executed")), (tmp_path / "whole.npz").read_bytes()[:300]]
+    for content in contents:
+        (tmp_path / "policy.npz").write_bytes(content)
+        with pytest.raises(InputError, match="does not hold the VecNormalize statistics"):
+            load_policy(source, PENDULUM, 0, deterministic=True)
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,19 @@ def test_a_missing_pygame_is_named(small: Callable[..., Any], monkeypatch: pytes
         watch(Args(args.run_dir))
 
 
-def test_a_run_that_names_a_module_needs_env(run: Path):
+def test_the_module_that_a_run_names_is_imported(
+    run: Path, film: Film, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The run is the user's own, and so is the module in the current folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drawn_here.py").write_text(
+        "import gymnasium as gym\ngym.register('DrawnHere-v0', gym.spec('Drawn-v0').entry_point)\n"
+    )
     config = run / "config.json"
-    config.write_text(config.read_text().replace("Drawn-v0", "tests.evil:Drawn-v0"))
-    with pytest.raises(InputError, match="whose module would be imported: give --env"):
-        watch(Args(run))
+    config.write_text(config.read_text().replace("Drawn-v0", "drawn_here:DrawnHere-v0"))
+    watch(Args(run))
+    assert len(film.frames) == 6
 
 
 def test_the_first_renderer_that_works_is_chosen(monkeypatch: pytest.MonkeyPatch):
