@@ -94,6 +94,9 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
     [
         (["--eval-evry", "3"], ["--eval-evry", "--eval-every"]),
         (["--eval-every", "many"], ["--eval-every", "'many'"]),
+        (["--eval-every", "1.5"], ["--eval-every", "'1.5' is not a whole number"]),
+        (["--eval-every", "1e-3"], ["--eval-every", "'1e-3' is not a whole number"]),
+        (["--hidden", "1.5"], ["--hidden", "'1.5'"]),
         (["--device", "tpu"], ["--device", "'auto', 'cpu', 'cuda'"]),
         (["--seed"], ["--seed"]),
         (["HalfCheetah-v4"], ["HalfCheetah-v4"]),
