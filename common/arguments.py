@@ -1,11 +1,69 @@
 """What every algorithm can be told on the command line, checked before anything starts."""
 
+import contextlib
 import dataclasses
 import math
+import os
 from pathlib import Path
-from typing import ClassVar, Literal
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from common.errors import InputError
+
+KINDS = {
+    int: "a whole number", float: "a number", bool: "True or False", str: "a string", Path: "a path", NoneType: "None",
+}  # fmt: skip
+
+
+def converted(value: Any, wanted: Any) -> Any:
+    """Return `value` as the type `wanted`, a field's annotation: "700" and 7e2 as 700, a string as a path.
+
+    Raises ValueError if that would change what it says. A type not in `KINDS` takes every value.
+    """
+    origin, parts = get_origin(wanted), get_args(wanted)
+    if origin in (Union, UnionType):
+        for part in sorted(parts, key=lambda part: type(value) is not part):  # its own type first
+            try:
+                return converted(value, part)
+            except ValueError:
+                pass
+    elif origin is Literal:
+        if value in parts:
+            return value
+    elif origin is tuple and parts[-1] is ...:
+        if isinstance(value, list | tuple):
+            return tuple(converted(each, parts[0]) for each in value)
+    elif wanted in (str, Path):
+        if isinstance(value, str | os.PathLike):
+            return wanted(value)
+    elif wanted in (int, float):
+        if isinstance(value, int | float | str | np.number) and not isinstance(value, bool):
+            return whole_number(value) if wanted is int else float(value)
+    elif wanted not in KINDS or isinstance(value, wanted):
+        return value
+    raise ValueError(f"{value!r} is not {described(wanted)}")
+
+
+def whole_number(value: float | str | np.number[Any]) -> int:
+    """Return 100000 for 1e5, "1e5" and 100000.0. Raises ValueError for 1.5."""
+    if isinstance(value, int | np.integer) or (isinstance(value, str) and value.strip("+-").isdecimal()):
+        return int(value)  # of any size: a float holds 53 bits
+    with contextlib.suppress(ValueError):
+        if float(value).is_integer():
+            return int(float(value))
+    raise ValueError(f"{value!r} is not a whole number")
+
+
+def described(wanted: Any) -> str:
+    """Return a type in the reader's words."""
+    origin, parts = get_origin(wanted), get_args(wanted)
+    if origin in (Union, UnionType):
+        return " or ".join(map(described, parts))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    return f"a list, each {described(parts[0])}" if origin is tuple else KINDS.get(wanted, str(wanted))
 
 
 @dataclasses.dataclass
@@ -55,9 +113,14 @@ class RunArgs:
 
     def __post_init__(self) -> None:
         allowed = {name for base in type(self).__mro__ for name in vars(base).get("may_be_zero", ())}
+        wanted = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
             flag = "--" + field.name.replace("_", "-")
+            try:
+                value = converted(given := getattr(self, field.name), wanted[field.name])
+            except (ValueError, OverflowError):
+                raise InputError(f"{flag} is {given!r}: give {described(wanted[field.name])}") from None
+            setattr(self, field.name, value)
             if isinstance(value, tuple) and not (value and min(value) > 0):
                 raise InputError(f"{flag} is {value}: give one or more numbers above 0")
             if isinstance(value, int) and value >= 2**63:

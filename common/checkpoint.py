@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from common.errors import InputError, RunError
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+# Deleting a run is never the cure: a copy of the damaged file may exist.
+RESTORE_OR_RESTART = "restore the run folder from a copy, or give another --run-dir to start from scratch"
 _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype, tuple)
 
 
@@ -116,16 +118,48 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads what `save` wrote, to the CPU. Raises InputError where the file is damaged."""
+    """Read what `save` wrote, to the CPU.
+
+    Raises InputError if the file is damaged or cannot be read, FileNotFoundError if there is none.
+    """
+    data = read_bytes(path)
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load itself does not compare the checksums
-            if archive.testzip() is not None:
-                raise zipfile.BadZipFile
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
-        raise InputError(f"{path} is damaged: delete {path.parent.parent} to start afresh") from None
-    loaded: dict[str, Any] = _as_arrays(state)
-    return loaded
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # torch.load itself does not compare the checksums
+            if part := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {part} differs")
+        state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return {key: _as_arrays(value) for key, value in state.items()}
+    except pickle.UnpicklingError:  # PyTorch's message advises to load it unsafely
+        reason = "it holds more than tensors and plain data"
+    except Exception as error:  # the content decides which: any but a lack of memory is its fault
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise _does_not_fit(path) from None
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:120]
+    raise InputError(f"{path} is damaged ({reason}): {RESTORE_OR_RESTART}")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the file's bytes.
+
+    Raises InputError with the reason if it cannot be read, FileNotFoundError if there is none. Neither is a fault of
+    the file's content.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        cure = "give this user permission to read it and its folders"
+        raise InputError(f"{path} cannot be read ({error.strerror}): {cure}, then run the same command again") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): see to that, then run the same command") from None
+    except MemoryError:
+        raise _does_not_fit(path) from None
+
+
+def _does_not_fit(path: Path) -> InputError:
+    size = path.stat().st_size / 1e6
+    return InputError(f"{path} ({size:,.1f} MB) does not fit into memory: free some, then run the same command again")
 
 
 def _as_tensors(state: Any) -> Any:

@@ -11,10 +11,27 @@ from typing import TypeVar
 
 import torch
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from common.arguments import whole_number
 from common.errors import Finished, InputError, RunError
 
 T = TypeVar("T")
+_registry = ConstructorRegistry()
+
+
+@_registry.primitive_rule
+def _whole_number(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    """Let every whole number be written as 1e5 too."""
+    if of.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
@@ -51,7 +68,8 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(arguments, args=words, description=sys.modules[arguments.__module__].__doc__)
+            description = sys.modules[arguments.__module__].__doc__
+            return tyro.cli(arguments, args=words, description=description, registry=_registry)
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -23,6 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from tqdm import tqdm
 
+from common.checkpoint import RESTORE_OR_RESTART
 from common.errors import InputError, RunError
 from common.evaluate import Episode
 
@@ -191,7 +192,7 @@ class _AppendedFile:
         size = sizes.get(path.name, 0)
         self.file = path.open("r+b" if path.exists() else "w+b")
         if self.file.seek(0, os.SEEK_END) < size:
-            raise InputError(f"{path} is shorter than its checkpoint says: delete {path.parent} to start afresh")
+            raise InputError(f"{path} is shorter than its checkpoint says: {RESTORE_OR_RESTART}")
         self.file.truncate(size)
         self.file.seek(size)
 

@@ -1,5 +1,6 @@
 """Transitions in a ring of packed float32 rows, on any device, saved by appending what is new."""
 
+import contextlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from common.checkpoint import sync
+from common.checkpoint import RESTORE_OR_RESTART, read_bytes, sync
 from common.cuda import share_of_memory
 from common.errors import InputError, require_finite
 
@@ -187,9 +188,11 @@ class ReplayBuffer:
         self._segments = [_Segment(*segment) for segment in state["segments"]]
         for segment in self._segments:
             path = folder / segment.name
-            data = path.read_bytes()[: segment.rows * row_bytes] if path.exists() else b""
+            data = b""
+            with contextlib.suppress(FileNotFoundError):
+                data = read_bytes(path)[: segment.rows * row_bytes]
             if len(data) < segment.rows * row_bytes or zlib.crc32(data) != segment.checksum:
-                raise InputError(f"{path} is missing or damaged: delete the run folder to start afresh")
+                raise InputError(f"{path} is missing or damaged: {RESTORE_OR_RESTART}")
             first = max(segment.first, self.added - self.capacity)
             kept = np.frombuffer(data, np.float32).reshape(segment.rows, -1)[first - segment.first :]
             self._put(first, torch.from_numpy(kept.copy()))

@@ -96,7 +96,9 @@ class Run:
         try:
             self._check_folder()
         except OSError as error:
-            raise InputError(f"{self.folder} cannot be read ({error.strerror}): give another --run-dir") from None
+            where = error.filename or self.folder
+            cure = "permit this user to read it, or give" if isinstance(error, PermissionError) else "give"
+            raise InputError(f"{where} cannot be read ({error.strerror}): {cure} another --run-dir") from None
 
     def open(self) -> dict[str, Any] | None:
         """Makes the folder or takes it up again; returns the state of its last checkpoint, if there is one."""
@@ -112,8 +114,9 @@ class Run:
             facts = self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)}
             with checkpoint.replacing(config) as file:
                 file.write(json.dumps(facts, indent=2).encode())
-        path = self.folder / "checkpoint" / "state.pt"
-        saved = checkpoint.load(path) if path.exists() else None
+        saved = None
+        with contextlib.suppress(FileNotFoundError):
+            saved = checkpoint.load(self.folder / "checkpoint" / "state.pt")
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, self.args.num_envs, saved and saved["logger"], wandb_run)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -259,7 +262,7 @@ class Run:
             defaults = json.loads(json.dumps(defaults, default=str))
             before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
         except (ValueError, KeyError, TypeError):
-            raise InputError(f"{config} is damaged: delete {self.folder} to start afresh") from None
+            raise InputError(f"{config} is damaged: {checkpoint.RESTORE_OR_RESTART}") from None
         now = self.config["arguments"] | {"algorithm": self.config["algo"], "device": self.device.type}
         if before["device"] == "auto":  # what that was
             before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"

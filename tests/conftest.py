@@ -149,6 +149,14 @@ def small(tmp_path: Path) -> Callable[..., RunArgs]:
 
 
 @pytest.fixture(autouse=True)
+def current_folder_of_its_own(tmp_path: Path) -> Iterator[None]:
+    """Run each test in an empty folder: a path without a folder, `runs/` for one, never means the user's own files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        yield
+
+
+@pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     """A run in this process leaves its signal handlers, its way with denormal numbers and, on CUDA, its kernels."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -1,13 +1,16 @@
 """Every bad input ends with 2, every failed run with 1: one or two lines that name the cure, nothing half-written."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,24 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, PENDULUM, ROOT, command, every_algorithm, final_state, flags, killed_at, module, same
+from conftest import (
+    OFFLINE,
+    PENDULUM,
+    ROOT,
+    command,
+    every_algorithm,
+    final_state,
+    flags,
+    killed_at,
+    module,
+    same,
+)
 
 from common.command_line import command_line
 from common.provenance import versions
 from common.replay_buffer import ReplayBuffer
+
+NOBODY = 65534
 
 
 class Broken(gym.Env[Any, Any]):
@@ -78,6 +94,9 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
     [
         (["--eval-evry", "3"], ["--eval-evry", "--eval-every"]),
         (["--eval-every", "many"], ["--eval-every", "'many'"]),
+        (["--eval-every", "1.5"], ["--eval-every", "'1.5' is not a whole number"]),
+        (["--eval-every", "1e-3"], ["--eval-every", "'1e-3' is not a whole number"]),
+        (["--hidden", "1.5"], ["--hidden", "'1.5'"]),
         (["--device", "tpu"], ["--device", "'auto', 'cpu', 'cuda'"]),
         (["--seed"], ["--seed"]),
         (["HalfCheetah-v4"], ["HalfCheetah-v4"]),
@@ -209,6 +228,26 @@ def test_a_folder_in_use(run, tmp_path: Path):
     assert_refused(result, 2, "another process is running")
 
 
+@contextlib.contextmanager
+def bound_by_permissions(folder: Path) -> Iterator[None]:
+    """Permissions do not bind root: another user, to whom the folder then belongs."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, -1)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file's bytes, without the lock."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def stopped_run(folder: Path) -> None:
     """A run killed after its checkpoint of step 200."""
     assert killed_at("sac", [("update", 500)], *flags(run_dir=folder)).returncode == 0
@@ -241,6 +280,30 @@ def test_damaged_run_folders(run, tmp_path: Path, file: str, damage: str):
         data[len(data) // 2] ^= 255
         path.write_bytes(data if damage == "flipped" else data[: len(data) // 3])
     assert_refused(run(*flags(run_dir=folder)), 2, "folder" if damage == "gone" else "run")
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "checkpoint/state.pt", "checkpoint/replay/000000000000.rows", "checkpoint"]
+)
+def test_a_run_that_may_not_be_read_is_whole(run, small, file: str):
+    """The message names the file and the permission, not a damage; with the permission, the run resumes."""
+    module("sac").train(small(total_steps=60, run_dir=Path("imports")))  # another user may not read the packages
+    with tempfile.TemporaryDirectory() as home:  # that user may read it, unlike pytest's own
+        os.chmod(home, 0o755)
+        folder = Path(home, "run")
+        path, arguments = folder / file, flags(run_dir=folder)
+        stopped_run(folder)
+        before, mode = contents(folder), path.stat().st_mode
+        path.chmod(0)
+        with bound_by_permissions(folder):
+            result = run(*arguments)
+        path.chmod(mode)
+        named = path / "state.pt" if path.is_dir() else path
+        assert_refused(result, 2, f"{named} cannot be read", "Permission denied", "permi")
+        assert not {"damaged", "delete"} & set(result[1].split())
+        assert contents(folder) == before
+        module("sac").train(small(run_dir=folder))
+        assert (folder / "DONE").exists()
 
 
 @every_algorithm
@@ -303,8 +366,6 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
         "gym.register('Drifting-v0', entry_point=Drifting, max_episode_steps=70)\n"
     )
     (tmp_path / "drifting.py").write_text(code)
-    import os
-
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
     assert killed_at("sac", [("update", 500)], *arguments, env=environ).returncode == 0

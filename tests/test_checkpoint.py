@@ -1,5 +1,6 @@
 """State in, state out; files whole or not there."""
 
+import errno
 import os
 from collections import deque
 from collections.abc import Callable
@@ -98,8 +99,38 @@ def test_any_damage_is_noticed(tmp_path: Path, seed: int):
     flipped[start + int(rng.integers(4000))] ^= 1 << int(rng.integers(8))
     for damaged in (flipped, whole[: int(rng.integers(len(whole)))], b"", os.urandom(100)):
         path.write_bytes(damaged)
-        with pytest.raises(InputError, match=r"is damaged: delete .*run to start afresh"):
+        with pytest.raises(InputError, match=r"is damaged \(.+\): restore .* or give another --run-dir"):
             checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "reason"),
+    [
+        ("pathlib.Path.read_bytes", PermissionError(errno.EACCES, "Permission denied"), "permission to read it"),
+        ("pathlib.Path.read_bytes", OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        ("pathlib.Path.read_bytes", MemoryError(), "does not fit into memory"),
+        ("torch.load", MemoryError(), "does not fit into memory"),
+        ("torch.load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception, reason: str
+):
+    """The reason is printed, and nothing is to be deleted; with the cause gone, the same file loads."""
+    checkpoint.save(tmp_path / "state.pt", {"weights": torch.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(InputError, match=r"state\.pt .*run the same command") as caught:
+            checkpoint.load(tmp_path / "state.pt")
+    assert reason in str(caught.value)
+    assert not {"damaged", "delete"} & set(str(caught.value).split())
+    assert checkpoint.load(tmp_path / "state.pt")["weights"].tolist() == [1, 1, 1]
+
+
+def test_a_folder_in_the_place_of_a_checkpoint(tmp_path: Path):
+    """The system's own reason, from a real read."""
+    with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
+        checkpoint.load(tmp_path)
 
 
 def test_code_in_a_checkpoint_is_never_run(tmp_path: Path):

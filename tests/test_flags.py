@@ -8,11 +8,15 @@ import types
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from conftest import OFFLINE, ROOT, SMALL, module
+from conftest import OFFLINE, ROOT, SMALL, command, every_algorithm, module
 
 from common.arguments import OnlineArgs, RunArgs
+from common.command_line import parse
+from common.errors import InputError
 from offline.switch import OfflineArgs
 
 
@@ -59,6 +63,84 @@ def test_both_branches_of_every_boolean_flag(
         args = small(algo, total_steps=60, **{flag: value}, run_dir=small(algo).run_dir / str(value))
         module(algo).train(args)
         assert (args.run_dir / "DONE").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"run_dir": "x"}, Path("x")),
+        ({"run_dir": None}, None),
+        ({"env": Path("Hopper-v4")}, "Hopper-v4"),
+        ({"total_steps": 1e3}, 1000),
+        ({"total_steps": "700"}, 700),
+        ({"total_steps": "1e3"}, 1000),
+        ({"total_steps": np.int64(7)}, 7),
+        ({"seed": str(2**63 - 1)}, 2**63 - 1),  # more digits than a float has
+        ({"gamma": "0.9"}, 0.9),
+        ({"gamma": 1}, 1.0),
+        ({"hidden": [64, 32.0]}, (64, 32)),
+        ({"device": "cpu"}, "cpu"),
+        ({"overlap": True}, True),
+        ({"overlap": None}, None),
+    ],
+)
+def test_a_value_from_python_is_converted(given: dict[str, Any], expected: Any):
+    """To the type of its field, in a first object and in a changed copy."""
+    (name,) = given
+    for args in (module("sac").Args(**given), dataclasses.replace(module("sac").Args(), **given)):
+        assert getattr(args, name) == expected
+        assert type(getattr(args, name)) in (type(expected), type(Path()))
+        assert dataclasses.replace(args) == args
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"total_steps": 1.5}, "--total-steps is 1.5: give a whole number"),
+        ({"total_steps": "many"}, "--total-steps is 'many': give a whole number"),
+        ({"total_steps": True}, "--total-steps is True: give a whole number"),
+        ({"total_steps": float("inf")}, "--total-steps is inf: give a whole number"),
+        ({"total_steps": None}, "--total-steps is None: give a whole number"),
+        ({"gamma": "high"}, "--gamma is 'high': give a number"),
+        ({"gamma": False}, "--gamma is False: give a number"),
+        ({"env": 3}, "--env is 3: give a string"),
+        ({"run_dir": 3}, "--run-dir is 3: give a path or None"),
+        ({"hidden": 64}, "--hidden is 64: give a list, each a whole number"),
+        ({"hidden": [64, 1.5]}, r"--hidden is \[64, 1.5\]: give a list, each a whole number"),
+        ({"device": "tpu"}, "--device is 'tpu': give one of 'auto', 'cpu', 'cuda'"),
+        ({"device": ["cpu"]}, r"--device is \['cpu'\]: give one of 'auto', 'cpu', 'cuda'"),
+        ({"track": "no"}, "--track is 'no': give True or False"),
+        ({"compile": 1}, "--compile is 1: give True or False"),
+        ({"overlap": "yes"}, "--overlap is 'yes': give True or False or None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: dict[str, Any], wanted: str):
+    """With the flag, the value and the type; none reaches PyTorch."""
+    with pytest.raises(InputError, match=f"^{wanted}$"):
+        module("sac").Args(**given)
+    with pytest.raises(InputError, match=f"^{wanted}$"):
+        dataclasses.replace(module("sac").Args(), **given)
+
+
+@every_algorithm
+def test_arguments_in_strings_train(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
+    """Every argument of a small run as a string or a list, as a notebook's form or a JSON file has them."""
+    arguments = dataclasses.asdict(small(algo, run_dir=tmp_path / "strings"))
+    numbers = {name: str(v) for name, v in arguments.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    numbers |= {name: list(map(str, v)) for name, v in arguments.items() if isinstance(v, tuple)}
+    args = module(algo).Args(**arguments | numbers | {"run_dir": str(tmp_path / "strings")})
+    assert args == small(algo, run_dir=tmp_path / "strings")
+    module(algo).train(args)
+    assert (tmp_path / "strings" / "DONE").exists()
+
+
+def test_whole_numbers_may_be_written_as_1e5():
+    """On the command line, one, several and one that may be left out; --help still names the kind."""
+    args = parse(
+        module("expo").Args, ["--dataset", "x", "--online-steps", "1e5", "--hidden", "2e2", "64", "--utd", "1e1"]
+    )
+    assert (args.online_steps, args.hidden, args.utd) == (100_000, (200, 64), 10)
+    assert "--online-steps INT" in command("--help", algo="expo").stdout
 
 
 def test_sizes_of_files():

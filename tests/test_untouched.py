@@ -1,0 +1,56 @@
+"""Tests leave the user's own files alone, and `.ci/untouched.py` notices if one does not."""
+
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, module
+
+from common.run import name_and_folder
+
+run_untouched = runpy.run_path(str(ROOT / ".ci" / "untouched.py"))["run_untouched"]
+
+
+def test_each_test_runs_in_a_folder_of_its_own(tmp_path: Path):
+    """A run without --run-dir, as `make train` starts it, is in the test's own folder."""
+    assert Path.cwd() == tmp_path
+    assert ROOT not in name_and_folder("sac", module("sac").Args())[1].resolve().parents
+
+
+@pytest.mark.parametrize(
+    ("command", "noticed"),
+    [
+        ("cat runs/sac/config.json", ["read runs/sac/config.json"]),
+        ("ls runs/sac", ["read runs/sac"]),
+        ("echo more >> runs/sac/config.json", ["wrote, made or deleted runs/sac/config.json"]),
+        ("touch -m runs/sac/config.json", ["wrote, made or deleted runs/sac/config.json"]),
+        ("mkdir runs/td3 && echo > runs/td3/DONE", ["wrote, made or deleted runs/td3/DONE"]),
+        ("rm runs/sac/config.json", ["wrote, made or deleted runs/sac/config.json"]),
+        ("echo > report.html", ["wrote, made or deleted report.html"]),
+        ("echo >> README.md", ["wrote, made or deleted README.md"]),
+        ("cat README.md; mkdir -p tests/__pycache__ .venv && touch tests/__pycache__/a.pyc .venv/installed", []),
+    ],
+)
+def test_use_of_the_checkout_is_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str, noticed: list[str]
+):
+    """A read, changed, new or missing file ends with 1, and only that file is named; tracked ones may be read."""
+    (tmp_path / "runs" / "sac").mkdir(parents=True)
+    (tmp_path / "runs" / "sac" / "config.json").write_text("{}")
+    (tmp_path / "tests").mkdir()
+    for name, text in {"README.md": "# onramp", ".gitignore": "runs/", "tests/test_a.py": ""}.items():
+        (tmp_path / name).write_text(text)
+    subprocess.run("git init --quiet . && git add .", shell=True, cwd=tmp_path, check=True)
+    status = run_untouched(tmp_path, ["sh", "-c", command])
+    said = capfd.readouterr().err
+    if "keeps no access times" in said:
+        pytest.skip("this file system keeps no access times")
+    assert status == int(bool(noticed))
+    assert [line.partition("the command ")[2] for line in said.splitlines()] == noticed
+
+
+def test_the_status_of_the_command_stays(tmp_path: Path):
+    """Failed tests fail the check, whatever else it finds."""
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    assert run_untouched(tmp_path, ["sh", "-c", "exit 3"]) == 3
