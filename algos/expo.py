@@ -179,7 +179,6 @@ class EXPO:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.args, self.device, self.action_dim = args, device, action_dim
-
         self.base_samples, self.edits, self.edit_scale = given.base_samples, given.edits, given.edit_scale
         self.target_critics, self.dropout, self.T = given.target_critics, given.dropout, args.denoising_steps
         self.log_scale = action_dim * math.log(given.edit_scale)  # log π of β ê is lower than that of ê by this
@@ -201,8 +200,7 @@ class EXPO:
 
     def for_evaluation(self) -> Act:
         """Return the policy, which samples, with noise of its own that is the same in every evaluation."""
-        noise = generator(self.args.seed, "evaluation noise", self.device)
-        return partial(self.act, deterministic=True, generator=noise)
+        return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
 
     @torch.no_grad()
     def sample(self, base: Denoiser, obs: Tensor, count: int, generator: torch.Generator) -> Tensor:
