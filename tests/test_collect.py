@@ -155,7 +155,7 @@ def test_our_own_reader_gives_it_back(output: str):
     assert np.array_equal(dataset.column("actions"), data["actions"] / 2)
     assert np.array_equal(dataset.column("rewards"), data["rewards"])
     assert np.array_equal(dataset.truncations, data["timeouts"])
-    assert (dataset.env, dataset.reference) == ("Pendulum-v1", (-1200, -150))
+    assert (dataset.env, dataset.env_kwargs, dataset.reference) == ("Pendulum-v1", {}, (-1200, -150))
 
 
 def test_several_policies_share_the_transitions(small):
