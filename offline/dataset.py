@@ -67,6 +67,22 @@ class Dataset:
         cut[self.ends - 1] = ~(self.column("terminations")[self.ends - 1] > 0)
         return cut
 
+    def evaluation_env(self, given: str) -> tuple[str, dict[str, Any]]:
+        """Return the environment that evaluates it and its arguments: the one `given`, else its own.
+
+        Raises InputError if there is neither.
+        """
+        if given:
+            return given, {}
+        if self.env:
+            return self.env, self.env_kwargs
+        if self.untrusted_env:
+            raise InputError(
+                f"{self.id} names the environment {self.untrusted_env}, but modules named in files are not imported\n"
+                f"give --env {self.untrusted_env} to allow it"
+            )
+        raise InputError(f"{self.id} does not say what environment evaluates it: give --env")
+
     def column(self, name: str) -> NDArray[np.float32]:
         """obs, actions, rewards, next_obs or terminations: [n, dim] or [n]; on the CPU a view of the buffer."""
         parts = self.buffer.rows[: len(self)].split(self.buffer.widths, dim=1)

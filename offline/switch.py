@@ -174,15 +174,7 @@ class Switch:
         )  # fmt: skip
         if top < 1.0:
             self.dataset = self.dataset.top(top)
-        if not (args.env or self.dataset.env):
-            if named := self.dataset.untrusted_env:
-                raise InputError(
-                    f"{args.dataset} names the environment {named}, but modules named in files are not imported\n"
-                    f"give --env {named} to allow it"
-                )
-            raise InputError(f"{args.dataset} does not say what environment evaluates it: give --env")
-        self.env = args.env or str(self.dataset.env)
-        self.env_kwargs = {} if args.env else self.dataset.env_kwargs
+        self.env, self.env_kwargs = self.dataset.evaluation_env(args.env)
         data = self.dataset.buffer
         # Nothing is overwritten when the last turn of all environments goes beyond the end: a run can be given more.
         capacity = min(args.buffer_size, args.online_steps + args.num_envs)
@@ -292,7 +284,7 @@ class Switch:
         """Whether some return-to-go is a finite sum of negative rewards that would continue after a truncation."""
         if self.discount is None or self.failure is not None:
             return False
-        truncated = self.dataset.column("terminations")[self.dataset.ends - 1] == 0
+        truncated = self.dataset.truncations[self.dataset.ends - 1]
         return bool((truncated & (self.dataset.returns() < 0)).any())
 
     def state(self) -> dict[str, Any]:
