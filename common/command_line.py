@@ -13,6 +13,7 @@ import torch
 import tyro
 
 from common.errors import Finished, InputError, RunError
+from common.memory import report_out_of_memory
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def command_line(train: Callable[[T], None], arguments: type[T]) -> None:
     """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
     program = Path(sys.argv[0]).name
     try:
-        train(parse(arguments))
+        report_out_of_memory(train)(parse(arguments))
     except Finished as said:
         sys.stderr.write(f"{said}\n")
     except KeyboardInterrupt:  # before a run has begun, which takes it up itself
