@@ -141,7 +141,7 @@ def test_bad_flags(
         ("iql", [], ["--dataset is missing"]),
         ("iql", ["--dataset", str(PENDULUM), "--horizon", "0"], ["--horizon is 0"]),
         ("iql", ["--dataset", str(PENDULUM), "--horizon", "5"], ["marks its time-outs itself", "--horizon"]),
-        ("iql", ["--dataset", "/etc/hostname"], ["/etc/hostname is a text file, not an HDF5 file"]),
+        ("iql", ["--dataset", str(ROOT / "README.md")], ["README.md is a text file, not an HDF5 file"]),
         ("iql", ["--dataset", "hoper-medium-v2"], ["no dataset hoper-medium-v2", "hopper-medium-v2"]),
         ("iql", ["--dataset", "nowhere.hdf5"], ["no file nowhere.hdf5"]),
         ("iql", ["--dataset", str(PENDULUM), "--env", "Hopper-v4"], ["3 observations", "Hopper-v4 has 11", "--env"]),
