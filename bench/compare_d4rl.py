@@ -50,12 +50,14 @@ def check_ids(answers: dict[str, dict[str, list[float | None] | str]]) -> None:
 def check_conversions(path: Path) -> int:
     """`qlearning_dataset` and `sequence_dataset` of one file; returns how many transitions were compared."""
     theirs = np.load(path.with_suffix(".qlearning.npz"))
-    recording = d4rl.read(str(path), compat=True, horizon=HORIZON)
+    with h5py.File(path) as file:
+        horizon = None if "timeouts" in file else HORIZON
+    recording = d4rl.read(str(path), compat=True, horizon=horizon)
     ours = Block(*(np.concatenate(parts).astype(np.float32) for parts in zip(*recording.blocks(), strict=True)))
     keys = ("observations", "actions", "rewards", "next_observations", "terminals")
     for key, part in zip(keys, ours, strict=True):
         assert np.array_equal(part, theirs[key].astype(np.float32)), f"{path.name}: {key} differ"
-    episodes = list(d4rl.trajectories(str(path), compat=True, horizon=HORIZON))
+    episodes = list(d4rl.trajectories(str(path), compat=True, horizon=horizon))
     lengths, *parts = np.load(path.with_suffix(".sequences.npz")).values()
     assert [len(episode["rewards"]) for episode in episodes] == lengths.tolist(), f"{path.name}: episodes differ"
     for key, part in zip(episodes[0], parts, strict=True):

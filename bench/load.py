@@ -50,6 +50,7 @@ def make_file(path: Path, rows: int) -> None:
         parts |= {"terminals": np.zeros(rows, bool), "timeouts": np.arange(rows) % 1000 == 999}
         for key, values in parts.items():
             file.create_dataset(key, data=values, compression="gzip")
+        file.attrs["action_low"], file.attrs["action_high"] = -1.0, 1.0
 
 
 def once(contender: str, path: Path) -> tuple[float, int, int]:

@@ -15,6 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from common.arguments import whole_number
 from common.errors import Finished, InputError, RunError
+from common.memory import report_out_of_memory
 
 T = TypeVar("T")
 _registry = ConstructorRegistry()
@@ -38,7 +39,7 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
     program = Path(sys.argv[0]).name
     try:
-        train(parse(arguments))
+        report_out_of_memory(train)(parse(arguments))
     except Finished as said:
         sys.stderr.write(f"{said}\n")
     except KeyboardInterrupt:  # before a run has begun, which takes it up itself

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from common.checkpoint import RESTORE_OR_RESTART, read_bytes, sync
-from common.cuda import share_of_memory
 from common.errors import InputError, require_finite
+from common.memory import free_memory
 
 
 class Batch(NamedTuple):
@@ -237,14 +236,6 @@ def uniform(size: Tensor | int, count: int, generator: torch.Generator) -> Tenso
     """[count] integers below `size`, which a CUDA graph reads anew each time where it is a tensor."""
     # The remainder of so wide a range prefers no number by more than size / 2^62.
     return torch.randint(2**62, (count,), generator=generator, device=generator.device) % size
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes: of a card what is free, and within this process's share of it."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(free, int(share_of_memory() * total) - torch.cuda.memory_reserved(device))
-    return psutil.virtual_memory().available
 
 
 def _gigabytes(num_bytes: float) -> str:

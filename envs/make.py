@@ -1,5 +1,6 @@
 """An environment from an id, in the one form every algorithm here takes."""
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -12,10 +13,11 @@ from typing import Any, Literal
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict
+from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
-from common.errors import InputError
+from common.errors import InputError, RunError
 from common.seeding import seeds
 from envs.state import Env, ExactState
 from envs.vector import Array, EnvPool, Processes, refuse_non_finite
@@ -24,7 +26,7 @@ from envs.vector import Array, EnvPool, Processes, refuse_non_finite
 ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
 
 
-class Uniform(gym.Wrapper[Array, Array, Any, Any]):
+class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
 
     The other entries of `info` are dropped because a vector environment spends 1 µs a step to gather each, four
@@ -32,14 +34,24 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
     """
 
     def __init__(self, env: Env, all_infos: bool = False) -> None:
-        super().__init__(env)
+        RecordConstructorArgs.__init__(self, all_infos=all_infos)
+        gym.Wrapper.__init__(self, env)
         self._all_infos = all_infos
         self._dtype, self._shape = env.action_space.dtype, env.observation_space.shape
         self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
         self.observation_space = Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        obs, info = self.env.reset(seed=seed, options=options)
+        try:
+            obs, info = self.env.reset(seed=seed, options=options)
+        except (InputError, RunError):
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+            raise InputError(
+                f"{self.spec and self.spec.id} starts but cannot begin an episode: {reason}\n"
+                "See whether its files are there and its package fits the MuJoCo that is installed."
+            ) from error
         return self._shaped(obs), self._numbers(info) if self._all_infos else {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
@@ -78,8 +90,12 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any]):
         return told
 
 
-class InBounds(gym.ActionWrapper[Array, Array, Array]):
+class InBounds(gym.ActionWrapper[Array, Array, Array], RecordConstructorArgs):
     """Actions that rounding took out of the environment's box, as rescaling does, are put back to its bounds."""
+
+    def __init__(self, env: Env) -> None:
+        RecordConstructorArgs.__init__(self)
+        gym.ActionWrapper.__init__(self, env)
 
     def action(self, action: Array) -> Array:
         box: Any = self.action_space
@@ -98,6 +114,25 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     Raises InputError where the id is unknown, a package is missing, the environment does not start, or its actions or
     observations are not continuous vectors.
     """
+    env = _started(env_id, **kwargs)
+    if isinstance(env.observation_space, Dict):
+        env = FlattenObservation(env)
+    box: Any = env.action_space
+    if (box.low != -1).any() or (box.high != 1).any():
+        one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
+        env = RescaleAction(InBounds(env), -one, one)
+    return ExactState(Uniform(env, all_infos))
+
+
+def action_box(env_id: str, **kwargs: Any) -> Box:
+    """Return the environment's own box of actions, finite and of shape [action_dim]. Raises InputError as `make`."""
+    with contextlib.closing(_started(env_id, **kwargs)) as env:
+        assert isinstance(env.action_space, Box)
+        return env.action_space
+
+
+def _started(env_id: str, **kwargs: Any) -> Env:
+    """Return the environment as Gymnasium makes it, its spaces checked."""
     spec = _find(env_id)
     try:
         # By its spec: given an id, Gymnasium warns that v4 is out of date, which is the version published results use.
@@ -110,13 +145,7 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
             "`pip install -r requirements.txt` brings the versions known to work; other versions of the id may too."
         ) from error
     _check_spaces(env, env_id)
-    if isinstance(env.observation_space, Dict):
-        env = FlattenObservation(env)
-    box: Any = env.action_space
-    if (box.low != -1).any() or (box.high != 1).any():
-        one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
-        env = RescaleAction(InBounds(env), -one, one)
-    return ExactState(Uniform(env, all_infos))
+    return env
 
 
 def make_vector(
@@ -212,10 +241,12 @@ def _check_spaces(env: Env, env_id: str) -> None:
         raise InputError(
             f"The actions of {env_id} are {actions}: the algorithms here act in a continuous Box of shape (n,)."
         )
-    if not np.isfinite([actions.low, actions.high]).all():
+    with np.errstate(over="ignore"):
+        is_bounded = np.isfinite(actions.high - actions.low).all()
+    if not is_bounded:
         raise InputError(
             f"The actions of {env_id} are unbounded, {actions}, and cannot be rescaled from [-1, 1].\n"
-            "Register it with an action space whose low and high are finite."
+            "Register it with an action space whose low and high are finite, or in a wrapper that gives it one."
         )
     if (actions.low >= actions.high).any():
         raise InputError(f"The actions of {env_id} are {actions}: low and high must differ everywhere.")

@@ -12,6 +12,7 @@ from typing import Any, SupportsFloat
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import VectorEnv
 
 from common.errors import InputError
@@ -74,7 +75,7 @@ def _set_generators(env: Env, states: dict[str, str]) -> None:
             ) from None
 
 
-class ExactState(gym.Wrapper[Array, Array, Array, Array]):
+class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs):
     """Remembers what restores the environment exactly; wrap it outermost. Costs about 1 µs a step.
 
     The actions of the current episode are kept, so an environment without a time limit grows by one action a step.
@@ -86,7 +87,8 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array]):
     _obs: Array
 
     def __init__(self, env: Env) -> None:
-        super().__init__(env)
+        RecordConstructorArgs.__init__(self)
+        gym.Wrapper.__init__(self, env)
         self._dtype = env.action_space.dtype
         self._start: dict[str, Any] | None = None
         self._done = False

@@ -6,7 +6,7 @@ Both keep the contract of `envs.make.make_vector`, and are made there.
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,20 @@ class Processes(AsyncVectorEnv[Array, Array]):
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         with self._alive():
             return super().call(name, *args, **kwargs)
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        """Raise an error of this project as it is: it needs no traceback, which Gymnasium would print."""
+        successes = list(successes)
+        failed = [self.error_queue.get() for success in successes if not success]
+        for _, kind, error, _ in failed:
+            if issubclass(kind, InputError | RunError):
+                for process in self.processes:
+                    process.terminate()
+                self.closed = True  # or Gymnasium would wait for their answers
+                raise error
+        for each in failed:
+            self.error_queue.put(each)
+        super()._raise_if_errors(successes)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ the ids, files and reference scores of its package, version 1.1 (Apache-2.0). do
 """
 
 import csv
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +17,19 @@ from numpy.typing import NDArray
 from common.errors import InputError
 from offline.download import download
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
-from offline.recording import Array, Block, Recording, nearest, trusted_environment, untrusted_environment
+from offline.hdf5 import BAD_FILE, opened, unreadable
+from offline.recording import (
+    Array,
+    Block,
+    Recording,
+    checked_attributes,
+    nearest,
+    trusted_environment,
+    untrusted_environment,
+)
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
 BLOCK_ROWS = 16_384
-CHUNK_CACHE = 8 * 2**20  # bytes a key: HDF5's own 1 MB would unpack a chunk anew for every block that touches it
 
 
 class Entry(NamedTuple):
@@ -31,6 +38,8 @@ class Entry(NamedTuple):
     file: str
     reference: tuple[float, float] | None
     max_episode_steps: int
+    action_bound: float
+    """Its environment's box of actions is ± this in D4RL's source, also if that environment does not run here."""
 
 
 def _ids() -> dict[str, Entry]:
@@ -40,6 +49,7 @@ def _ids() -> dict[str, Entry]:
                 row["file"],
                 (float(row["ref_min_score"]), float(row["ref_max_score"])) if row["ref_min_score"] else None,
                 int(row["max_episode_steps"]),
+                action_bound=1.5 if row["id"].startswith("flow-merge") else 1.0,  # max_accel in d4rl/flow/merge.py
             )
             for row in csv.DictReader(file)
         }
@@ -71,7 +81,7 @@ def url(dataset_id: str) -> str:
     return os.environ.get("D4RL_MIRROR", SERVER).rstrip("/") + "/" + IDS[dataset_id].file
 
 
-def read(source: str, compat: bool = False, horizon: int | None = None) -> Recording:
+def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> Recording:
     """The recording of a D4RL id (downloaded at first use) or of the HDF5 file at a path.
 
     An episode ends where `terminals` or `timeouts` is set, at the file's end and, in a file without `timeouts`, after
@@ -85,12 +95,10 @@ def read(source: str, compat: bool = False, horizon: int | None = None) -> Recor
 
     Raises InputError where the id is unknown, the file cannot be had, is damaged, or is not in this layout.
     """
+    source = str(source)
     path, entry = _locate(source)
-    layout = _Layout(path)
-    try:
+    with _Layout(path) as layout:
         return _recording(layout, source, entry, compat, horizon)
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise _damaged(path, error) from None
 
 
 def _locate(source: str) -> tuple[Path, Entry | None]:
@@ -101,18 +109,22 @@ def _locate(source: str) -> tuple[Path, Entry | None]:
         return Path(source), None
     path = folder() / Path(IDS[source].file).name
     if not path.exists():
-        download(url(source), path, check=lambda part: _Layout(part).close())
+        download(url(source), path, check=_check_layout)
     return path, IDS[source]
 
 
-def trajectories(source: str, compat: bool = False, horizon: int | None = None) -> Iterator[dict[str, Array]]:
+def _check_layout(path: Path) -> None:
+    with _Layout(path):
+        pass
+
+
+def trajectories(source: str | Path, compat: bool = False, horizon: int | None = None) -> Iterator[dict[str, Array]]:
     """The episodes of a file row by row: observations [steps, obs_dim], actions, rewards, terminals; nothing dropped.
 
     `compat`: as D4RL's `sequence_dataset` cuts them, which leaves out an unfinished last one. Raises as `read` does.
     """
-    path, entry = _locate(source)
-    layout = _Layout(path)
-    try:
+    path, entry = _locate(str(source))
+    with _Layout(path) as layout:
         terminals = layout.column("terminals") != 0
         # D4RL's own count starts at 1 in every episode but the first, so that only that one is whole.
         finals = _finals(layout, terminals, entry, horizon, after_limit=1 if compat else None)
@@ -122,35 +134,38 @@ def trajectories(source: str, compat: bool = False, horizon: int | None = None) 
             keys = ("observations", "actions", "rewards", "terminals")
             yield {key: layout.file[key][first:last].reshape(last - first, *layout.file[key].shape[1:]) for key in keys}
             first = last
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise _damaged(path, error) from None
-    finally:
-        layout.close()
 
 
 class _Layout:
-    """An HDF5 file in D4RL's layout, its keys, shapes and types checked; a hostile one is refused before it is read."""
+    """An HDF5 file in D4RL's layout, its keys, shapes and types checked; a hostile one is refused before it is read.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise InputError(f"there is no file {path}")
-        try:
-            # Without HDF5's own lock, which many network file systems do not know.
-            self.file = h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE, rdcc_nslots=10_007)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise _damaged(path, error) from None
+    It is open only within `with`, so that the caller can open the file in any mode afterwards. Raises InputError if it
+    has not the `shape` [rows, obs_dim, action_dim] that it had before.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int] | None = None) -> None:
+        self.path, self._expected = path, shape
+
+    def __enter__(self) -> "_Layout":
+        self.file = opened(self.path)
         try:
             self._check()
         except InputError:
-            self.close()
+            self.file.close()
             raise
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-            self.close()
-            raise _damaged(path, error) from None
+        except (*BAD_FILE, TypeError, AttributeError) as error:
+            self.file.close()
+            raise unreadable(self.path, error) from None
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.file.close()
+        if isinstance(error, BAD_FILE):
+            raise unreadable(self.path, error) from None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.rows, self.obs_dim, self.action_dim
 
     def _check(self) -> None:
         missing = [key for key in ("observations", "actions", "rewards", "terminals") if key not in self.file]
@@ -166,6 +181,8 @@ class _Layout:
         for key in ("rewards", "terminals", *(["timeouts"] if "timeouts" in self.file else [])):
             if self._dataset(key).shape not in ((self.rows,), (self.rows, 1)):
                 raise InputError(f"{self.path}: {key} has shape {self.file[key].shape}, not {(self.rows,)}")
+        if self._expected not in (None, self.shape):
+            raise InputError(f"{self.path} was changed while it was read: run the same command again")
 
     def _width(self, key: str) -> int:
         shape = self._dataset(key).shape
@@ -200,14 +217,9 @@ class _Layout:
         return values.reshape(self.rows)
 
 
-def _damaged(path: Path, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())[:200]
-    return InputError(f"{path} is not a whole HDF5 file ({reason}): delete it, then it is downloaded or collected anew")
-
-
 def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> Recording:
-    facts = dict(layout.file.attrs)
-    env = ENVIRONMENTS.get(source) if entry else trusted_environment(facts.get("env"))
+    attributes = checked_attributes(layout.path, layout.file.attrs, layout.action_dim)
+    env = ENVIRONMENTS.get(source) if entry else trusted_environment(attributes.get("env"))
     rewards = layout.column("rewards").astype(np.float64)
     # A kitchen's episode ends when all four tasks are complete, which its files do not say (WSRL's fork of D4RL does).
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan
@@ -224,33 +236,29 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     if not some.any():
         raise InputError(f"{layout.path}: no step has a successor, so it holds no transitions")
 
+    path, shape = layout.path, layout.shape
+
     def blocks() -> Iterator[Block]:
-        step = layout.block_rows()
-        for first in range(0, layout.rows, step):
-            try:
+        with _Layout(path, shape) as layout:
+            step = layout.block_rows()
+            for first in range(0, layout.rows, step):
                 block = _block(layout, first, min(first + step, layout.rows), next_known, last_rows, compat)
                 block = block._replace(terminations=block.terminations | (block.rewards == complete))
-            except (OSError, RuntimeError, ValueError) as error:
-                raise _damaged(layout.path, error) from None
-            rows = keep[first : first + step]
-            yield block if rows.all() else Block(*(part[rows] for part in block))
+                rows = keep[first : first + step]
+                yield block if rows.all() else Block(*(part[rows] for part in block))
 
     def kept_rewards() -> Array:
-        try:
+        with _Layout(path, shape) as layout:
             return layout.column("rewards")[keep]
-        except (OSError, RuntimeError, ValueError) as error:
-            raise _damaged(layout.path, error) from None
 
-    stat = layout.path.stat()
-    scores = entry.reference if entry else reference(env)
-    if "ref_min_score" in facts and "ref_max_score" in facts:
-        scores = (float(facts["ref_min_score"]), float(facts["ref_max_score"]))
+    stat, bound = path.stat(), entry.action_bound if entry else None
     return Recording(
         source, layout.obs_dim, layout.action_dim, ends[some], lost[some], blocks, kept_rewards,
-        env=env, env_kwargs=json.loads(facts.get("env_kwargs", "{}")),
-        action_low=facts.get("action_low", -1.0), action_high=facts.get("action_high", 1.0), reference=scores,
-        version=(str(layout.path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
-        untrusted_env=None if entry else untrusted_environment(facts.get("env")),
+        env=env, env_kwargs=attributes.get("env_kwargs", {}),
+        action_low=attributes.get("action_low", bound and -bound), action_high=attributes.get("action_high", bound),
+        reference=attributes.get("reference", entry.reference if entry else reference(env)),
+        version=(str(path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
+        untrusted_env=None if entry else untrusted_environment(attributes.get("env")),
     )  # fmt: skip
 
 
@@ -294,7 +302,11 @@ def _finals(
     layout: _Layout, terminals: NDArray[np.bool_], entry: Entry | None, horizon: int | None, after_limit: int | None
 ) -> NDArray[np.bool_]:
     """Which rows a time limit ends: as the file says, else by count (D4RL's own, where `after_limit` is given)."""
+    if horizon is not None and horizon < 1:
+        raise InputError(f"--horizon is {horizon}: give the time limit in steps, at least 1")
     if "timeouts" in layout.file:
+        if horizon is not None:
+            raise InputError(f"{layout.path} marks its time-outs itself (timeouts): leave --horizon out")
         finals: NDArray[np.bool_] = layout.column("timeouts") != 0
         return finals
     limit = horizon or _horizon(layout, entry)

@@ -5,6 +5,7 @@ import copy
 import fcntl
 import hashlib
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from common.checkpoint import replacing
 from common.errors import InputError, RunError
-from common.replay_buffer import Batch, ReplayBuffer, free_memory, pack
+from common.memory import free_address_space, free_memory, report_out_of_memory
+from common.replay_buffer import Batch, ReplayBuffer, pack
 from offline import d4rl, minari
-from offline.recording import Array, Block, Recording, nearest
+from offline.recording import Array, Block, Recording, action_box, distance_outside, nearest
 
 TANH_LIMIT = 1.0 - 1e-5  # the log-probability of an action of exactly ±1 is infinite under a tanh-Gaussian
 
@@ -203,24 +205,26 @@ class WeightedSampler:
         return self.buffer.at(where.clamp(max=len(self.cumulative) - 1))
 
 
-def read(source: str, compat: bool = False, horizon: int | None = None) -> Recording:
+def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> Recording:
     """What a D4RL id, the path of a file in D4RL's layout, or a Minari id holds.
 
     `compat`: exactly as D4RL's `qlearning_dataset` converts it. `horizon`: the time limit of a file that marks none.
 
     Raises InputError where there is no such dataset, or it cannot be had or read.
     """
+    source = str(source)
     if source in d4rl.IDS or source.endswith((".hdf5", ".h5")) or Path(source).is_file():
         return d4rl.read(source, compat, horizon)
     if minari.is_id(source):
-        if compat or horizon:
+        if compat or horizon is not None:
             raise InputError(f"--d4rl-compat and --horizon are for D4RL's files: {source} is Minari's")
         return minari.read(source)
     raise InputError(f"there is no dataset {source}{nearest(source, [*d4rl.IDS, *minari.known()])}")
 
 
+@report_out_of_memory
 def load(
-    source: str,
+    source: str | Path,
     device: torch.device | str = "cpu",
     capacity: int | None = None,
     reward_scale: float = 1.0,
@@ -230,6 +234,7 @@ def load(
     compat: bool = False,
     horizon: int | None = None,
     mapped: bool | None = None,
+    env: str | None = None,
 ) -> Dataset:
     """The dataset `source` (as `read` takes it) as a replay buffer.
 
@@ -238,8 +243,11 @@ def load(
     IQL does on locomotion (Kostrikov et al. 2021, appendix B). Actions are rescaled from the environment's box to
     [-1, 1] and clipped to ±max_action (None: not clipped). `mapped`: whether the rows stay on the disk, in a file below
     $ONRAMP_CACHE (else ~/.cache/onramp), instead of in memory; None: only where free memory would not hold them.
+    `env`: the environment whose box of actions is used if the dataset does not state its own, instead of the one that
+    the dataset names.
 
-    Raises InputError where the dataset cannot be had or read, holds non-finite numbers, or does not fit.
+    Raises InputError where the dataset cannot be had or read, holds non-finite numbers, or does not fit, and if the box
+    of its actions is unknown; RunError if an allocation fails.
     """
     recording = read(source, compat, horizon)
     capacity = len(recording) if capacity is None else capacity
@@ -250,11 +258,9 @@ def load(
         if not 0 < spread < np.inf:
             raise InputError(f"{source}: all returns are equal or not finite: give --normalize-returns False")
         reward_scale *= 1000.0 / spread
-    blocks = _Prepared(recording, reward_scale, reward_shift, None if compat else max_action)
-    num_bytes = 4 * capacity * sum(blocks.widths)
-    if mapped is None:
-        mapped = torch.device(device).type == "cpu" and num_bytes > 0.8 * free_memory(torch.device("cpu"))
-    if mapped:
+    low, high = action_box(recording, env)
+    blocks = _Prepared(recording, low, high, reward_scale, reward_shift, None if compat else max_action)
+    if _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped):
         file = _on_disk(blocks)
         buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device, file)
         buffer.added = len(recording)
@@ -269,11 +275,28 @@ def load(
     )  # fmt: skip
 
 
+def _should_map(num_bytes: int, device: torch.device, asked: bool | None) -> bool:
+    """Decide whether rows of so many bytes stay on the disk. Rows that do not must fit: `ReplayBuffer` refuses others.
+
+    Raises InputError if the process has no addresses left for them.
+    """
+    mapped = device.type == "cpu" and num_bytes > 0.8 * free_memory(device) if asked is None else asked
+    if mapped and num_bytes > (free := free_address_space()):
+        raise InputError(
+            f"the dataset takes {num_bytes:,} bytes, in memory or mapped from the disk, and the limit of this process "
+            f"(ulimit -v) leaves {free:,}: raise it"
+        )
+    return mapped
+
+
 @dataclass
 class _Prepared:
     """A recording's transitions as the buffer holds them."""
 
     recording: Recording
+    low: Array
+    high: Array
+    """The box of the actions."""
     reward_scale: float
     reward_shift: float
     max_action: float | None
@@ -283,13 +306,16 @@ class _Prepared:
         return (self.recording.obs_dim, self.recording.action_dim, 1, self.recording.obs_dim, 1)
 
     def read(self) -> Iterator[Block]:
-        low, high = np.asarray(self.recording.action_low), np.asarray(self.recording.action_high)
+        low, high = self.low, self.high
         unit = bool((low == -1).all() and (high == 1).all())
-        first = 0
+        first = outside = 0
+        farthest = 0.0
         for recorded in self.recording.blocks():
             rewards, actions = np.asarray(recorded.rewards, np.float64), recorded.actions
             if (self.reward_scale, self.reward_shift) != (1.0, 0.0):
                 rewards = rewards * self.reward_scale + self.reward_shift
+            distance = distance_outside(actions, low, high).max(1)
+            outside, farthest = outside + int((distance > 0).sum()), max(farthest, float(distance.max(initial=0.0)))
             if not unit:
                 actions = 2.0 * (actions - low) / (high - low) - 1.0
             with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
@@ -308,6 +334,12 @@ class _Prepared:
             if self.max_action is not None:
                 block = block._replace(actions=np.clip(block.actions, -self.max_action, self.max_action))
             yield block
+        if outside:
+            sys.stderr.write(
+                f"warning: {self.recording.id}: {outside / first:.2%} of its transitions have actions outside the box "
+                f"{low.min():g} to {high.max():g}, by up to {farthest:.3g}: they are "
+                f"{'kept' if self.max_action is None else 'clipped'} (is it the right box?)\n"
+            )
 
 
 @contextlib.contextmanager
@@ -325,7 +357,8 @@ def _on_disk(blocks: _Prepared) -> Path:
     """The file of packed rows, made at the first call."""
     cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
     recording = blocks.recording
-    made_of = (recording.version, blocks.reward_scale, blocks.reward_shift, blocks.max_action, len(recording))
+    box = (blocks.low.tolist(), blocks.high.tolist())
+    made_of = (recording.version, box, blocks.reward_scale, blocks.reward_shift, blocks.max_action, len(recording))
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     path = cache / f"{Path(recording.id).name}-{name}.rows"
     if path.exists():

@@ -2,6 +2,7 @@
 
     python -m offline.inspect hopper-medium-v2
     python -m offline.inspect data/mine.hdf5 --picture returns.png
+    python -m offline.inspect data/mine.hdf5 --env Humanoid-v5
     python -m offline.inspect data/mine.hdf5 --reference data/mine-replay.hdf5 --json facts.json
 
 Trajectory quality (TQ) and state-action coverage (SACo) as Schweighofer et al. 2022, "A Dataset Perspective on Offline
@@ -25,7 +26,7 @@ from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
 from offline.dataset import read
-from offline.recording import Array, Block, Recording
+from offline.recording import Array, Block, Recording, action_box, distance_outside
 from offline.scores import normalized
 
 EDGES = 5  # of SACo's grid, a dimension
@@ -42,6 +43,8 @@ class Args:
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
     """Time limit of a file that marks no time-outs."""
+    env: str | None = None
+    """The environment whose box of actions is used if the file does not state its own, instead of the one it names."""
     picture: Path | None = None
     """Write the distribution of returns to this file (.png, .pdf, .svg)."""
     json: Path | None = None
@@ -80,8 +83,12 @@ class _Columns:
         return {"min": self.low.tolist(), "max": self.high.tolist(), "mean": mean.tolist(), "std": deviation.tolist()}
 
 
-def facts(recording: Recording, reference: Recording | None = None) -> dict[str, Any]:
-    """All that is reported, as plain numbers; reads the data once, block by block, and once more for `reference`."""
+def facts(recording: Recording, reference: Recording | None = None, env: str | None = None) -> dict[str, Any]:
+    """All that is reported, as plain numbers; reads the data once, block by block, and once more for `reference`.
+
+    `env`: as in `offline.dataset.load`. Raises InputError if its box of actions cannot be had.
+    """
+    box = _box(recording, env)
     columns = {name: _Columns.of(width) for name, width in _widths(recording).items()}
     not_finite = dict.fromkeys(Block._fields, 0)
     outside = saturated = terminations = 0
@@ -93,9 +100,10 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
             not_finite[name] += int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
         for name in columns:
             columns[name].add(getattr(block, name))
-        excess = np.maximum(recording.action_low - block.actions, block.actions - recording.action_high)
-        outside += int((excess > 0).any(1).sum())
-        saturated += int((excess == 0).any(1).sum())
+        if box is not None:
+            distance = distance_outside(block.actions, *box)
+            outside += int((distance > 0).any(1).sum())
+            saturated += int((distance == 0).any(1).sum())
         terminations += int((block.terminations > 0).sum())
         hashes.append(_hashes(_words(*block)))
         action_hashes.append(_hashes(_words(block.actions)))
@@ -105,7 +113,7 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
     returns, lengths = recording.returns(), np.diff(recording.ends, prepend=0)
     found: dict[str, Any] = {
         "id": recording.id,
-        "environment": recording.env or recording.untrusted_env,
+        "environment": env or recording.env or recording.untrusted_env,
         "transitions": len(recording),
         "episodes": len(lengths),
         "obs_dim": recording.obs_dim,
@@ -118,8 +126,9 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
         "returns": _quantiles(returns),
         "duplicate transitions": _duplicates(hashes),
         "duplicate actions": _duplicates(action_hashes),
-        "transitions with actions outside their bounds": outside,
-        "transitions with actions at their bounds": saturated,
+        "action box": None if box is None else [np.broadcast_to(end, recording.action_dim).tolist() for end in box],
+        "transitions with actions outside their bounds": None if box is None else outside,
+        "transitions with actions at their bounds": None if box is None else saturated,
         "transitions not finite": not_finite,
         "columns": {name: column.facts() for name, column in columns.items()},
         "constant obs columns": int((columns["obs"].low == columns["obs"].high).sum()),
@@ -134,6 +143,16 @@ def facts(recording: Recording, reference: Recording | None = None) -> dict[str,
     if reference is not None:
         found["SACo"], found["SACo of"] = coverage(recording, reference), reference.id
     return found
+
+
+def _box(recording: Recording, env: str | None) -> tuple[Array, Array] | None:
+    """The box of the actions, None if nothing states it: one may look at any file."""
+    try:
+        return action_box(recording, env)
+    except InputError:
+        if env:
+            raise
+        return None
 
 
 def coverage(recording: Recording, reference: Recording) -> float:
@@ -210,7 +229,14 @@ def _quantiles(values: Array) -> dict[str, float]:
 def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
     """The facts for a reader at a terminal."""
     n, r, steps = found["transitions"], found["returns"], found["lengths"]
-    obs, rewards = found["columns"]["obs"], found["columns"]["rewards"]
+    obs, actions, rewards = (found["columns"][name] for name in ("obs", "actions", "rewards"))
+    bounds = "bounds unknown: give --env"
+    if found["transitions with actions outside their bounds"] is not None:
+        low, high = found["action box"]
+        bounds = (
+            f"{found['transitions with actions outside their bounds'] / n:.2%} of transitions outside their bounds "
+            f"({min(low):.4g} to {max(high):.4g}), {found['transitions with actions at their bounds'] / n:.2%} at them"
+        )
     bad = {name: count for name, count in found["transitions not finite"].items() if count}
     lines = [
         f"{found['id']}: {n:,} transitions in {found['episodes']:,} episodes of "
@@ -223,9 +249,7 @@ def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
         f"rewards    {rewards['min'][0]:.4g} to {rewards['max'][0]:.4g}, mean {rewards['mean'][0]:.4g}",
         f"obs        {found['obs_dim']} columns, {min(obs['min']):.4g} to {max(obs['max']):.4g}, deviations "
         f"{min(obs['std']):.3g} to {max(obs['std']):.3g}, {found['constant obs columns']} constant",
-        f"actions    {found['action_dim']} columns; "
-        f"{found['transitions with actions outside their bounds'] / n:.2%} of transitions outside their bounds, "
-        f"{found['transitions with actions at their bounds'] / n:.2%} at them",
+        f"actions    {found['action_dim']} columns, {min(actions['min']):.4g} to {max(actions['max']):.4g}; {bounds}",
         f"duplicates {found['duplicate transitions']:,} transitions, {found['duplicate actions']:,} actions",
         f"not finite {', '.join(f'{count:,} {name}' for name, count in bad.items()) or 'none'}",
     ]
@@ -267,7 +291,7 @@ def main(args: Args) -> None:
     """Prints what `args.dataset` holds."""
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     reference = read(args.reference, args.d4rl_compat, args.horizon) if args.reference else None
-    found, returns = facts(recording, reference), recording.returns()
+    found, returns = facts(recording, reference, args.env), recording.returns()
     print(describe(found, returns))  # noqa: T201
     if args.json is not None:
         with replacing(args.json) as file:

@@ -21,7 +21,15 @@ from minari import MinariDataset, download_dataset, list_local_datasets, load_da
 from minari.storage import get_dataset_path
 
 from common.errors import InputError
-from offline.recording import Array, Block, Recording, nearest, trusted_environment, untrusted_environment
+from offline.recording import (
+    Array,
+    Block,
+    Recording,
+    checked_attributes,
+    nearest,
+    trusted_environment,
+    untrusted_environment,
+)
 
 BLOCK_ROWS = 10_000  # short episodes are joined to blocks of about so many transitions
 
@@ -65,12 +73,13 @@ def reference(dataset_id: str) -> tuple[float, float] | None:
     """The returns that score 0 and 100, as a dataset that is here states them."""
     if not is_id(dataset_id) or not (get_dataset_path(dataset_id) / "data" / "metadata.json").exists():
         return None
-    return _reference(load_dataset(dataset_id).storage.metadata)
+    scores = _scores(load_dataset(dataset_id).storage.metadata)
+    return checked_attributes(dataset_id, scores, action_dim=0).get("reference")
 
 
-def _reference(metadata: dict[str, Any]) -> tuple[float, float] | None:
-    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
-    return None if low is None or high is None else (float(low), float(high))
+def _scores(metadata: dict[str, Any]) -> dict[str, Any]:
+    scores = {name: metadata.get(name) for name in ("ref_min_score", "ref_max_score")}
+    return {name: score for name, score in scores.items() if score is not None}
 
 
 def _download(source: str) -> None:
@@ -114,13 +123,14 @@ def _recording(dataset: MinariDataset, source: str) -> Recording:
         return np.concatenate([episode.rewards for episode in _episodes(dataset, lengths)])
 
     name, env_kwargs = _environment(metadata, dataset.storage.data_path)
-    bounded = bool(np.isfinite([action_space.low, action_space.high]).all())
+    attributes: dict[str, Any] = _scores(metadata) | {"env_kwargs": env_kwargs}
+    if np.isfinite([action_space.low, action_space.high]).all():  # else the environment's own box may be finite
+        attributes |= {"action_low": action_space.low, "action_high": action_space.high}
+    attributes = checked_attributes(source, attributes, int(action_space.shape[0]))
     files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
     return Recording(
         source, _width(obs_space), int(action_space.shape[0]), ends, np.full(len(ends), np.nan), blocks, rewards,
-        env=trusted_environment(name), env_kwargs=env_kwargs,
-        action_low=action_space.low if bounded else -1.0, action_high=action_space.high if bounded else 1.0,
-        reference=_reference(metadata),
+        env=trusted_environment(name), **attributes,
         version=tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files),
         untrusted_env=untrusted_environment(name),
     )  # fmt: skip
@@ -205,4 +215,4 @@ def _concatenated(blocks: list[Block]) -> Block:
 
 def _damaged(path: Path, error: Exception) -> InputError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return InputError(f"{path} is not a whole Minari dataset ({reason}): delete that folder to download it anew")
+    return InputError(f"{path} is not a whole Minari dataset ({reason}): put a whole copy in its place")

@@ -1,15 +1,21 @@
 """What a dataset file holds, before it becomes a replay buffer: its facts at once, its transitions in blocks."""
 
 import difflib
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import InputError
+from envs import make
+
 Array = NDArray[Any]
+# float32 moves a number by at most 6e-8 of its size, and an action was stored and rescaled a few times.
+ROUNDING = 1e-6
 
 
 class Block(NamedTuple):
@@ -43,9 +49,9 @@ class Recording:
     """The environment that evaluates it, as `envs.make.make` takes it."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for its constructor."""
-    action_low: Array | float = -1.0
-    action_high: Array | float = 1.0
-    """The environment's own box of actions, [action_dim] or the same for all."""
+    action_low: Array | float | None = None
+    action_high: Array | float | None = None
+    """The box of the actions, [action_dim] or the same for all; None: only the environment knows it (`action_box`)."""
     reference: tuple[float, float] | None = None
     """Returns that stand for the scores 0 and 100."""
     version: tuple[Any, ...] = ()
@@ -83,3 +89,114 @@ def untrusted_environment(name: object) -> str | None:
     if trusted_environment(text) is not None or not isinstance(text, str):
         return None
     return text if re.fullmatch(r"[\w.]+:[\w./-]{1,100}", text) else None
+
+
+def _text(value: Any) -> str:
+    text = value.decode() if isinstance(value, bytes) else value
+    if not isinstance(text, str):
+        raise TypeError
+    return text
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    found = value if isinstance(value, dict) else json.loads(_text(value))
+    if not isinstance(found, dict):
+        raise TypeError
+    return found
+
+
+def _numbers(value: Any) -> Array:
+    numbers = np.asarray(value)
+    if numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
+        raise TypeError
+    return numbers
+
+
+# The attributes that a dataset may have: how each is read, and what it must be.
+ATTRIBUTES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "env": (_text, "a text"),
+    "env_kwargs": (_dict, "a dict in JSON"),
+    "action_low": (_numbers, "finite numbers"),
+    "action_high": (_numbers, "finite numbers"),
+    "ref_min_score": (lambda value: _numbers(value).item(), "a finite number"),
+    "ref_max_score": (lambda value: _numbers(value).item(), "a finite number"),
+}
+
+
+def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim: int) -> dict[str, Any]:
+    """Return those of ATTRIBUTES that `attributes` holds; `reference`, a pair, stands for the two scores.
+
+    Raises InputError if one is not what it must be, or if two do not fit together.
+    """
+    found: dict[str, Any] = {}
+    for name, (parse, needed) in ATTRIBUTES.items():
+        if name not in attributes:
+            continue
+        value: Any = "unreadable"
+        try:
+            value = attributes[name]
+            found[name] = parse(value)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, RecursionError):
+            text = repr(value.tolist() if isinstance(value, np.ndarray | np.generic) else value)[:100]
+            raise InputError(f"{source}: the attribute {name} is {text}: it must be {needed}") from None
+    for pair in (("action_low", "action_high"), ("ref_min_score", "ref_max_score")):
+        if len(missing := [name for name in pair if name not in found]) == 1:
+            raise InputError(f"{source} has only one of the attributes {' and '.join(pair)}: add {missing[0]} too")
+    if "action_low" in found:
+        _check_box(source, found["action_low"], found["action_high"], action_dim)
+    if "ref_min_score" in found:
+        found["reference"] = low, high = float(found.pop("ref_min_score")), float(found.pop("ref_max_score"))
+        if low == high:
+            raise InputError(f"{source}: ref_min_score and ref_max_score are both {low:g}: they must differ")
+    return found
+
+
+def _check_box(source: object, low: Array, high: Array, action_dim: int) -> None:
+    if low.shape not in ((), (action_dim,)) or high.shape not in ((), (action_dim,)):
+        raise InputError(
+            f"{source}: action_low and action_high have shapes {low.shape} and {high.shape}: "
+            f"an action has {action_dim} numbers, so ({action_dim},) or one number is needed"
+        )
+    low, high = np.broadcast_to(low, action_dim), np.broadcast_to(high, action_dim)
+    with np.errstate(over="ignore"):
+        wrong = np.flatnonzero(~((low < high) & np.isfinite(high - low)))
+    if len(wrong):
+        i = int(wrong[0])
+        raise InputError(
+            f"{source}: action_low is {low[i]:g} and action_high is {high[i]:g} in dimension {i}: "
+            "action_low must be the smaller one, and their difference finite"
+        )
+
+
+def action_box(recording: Recording, env: str | None = None) -> tuple[Array, Array]:
+    """Return the lowest and the highest action, [action_dim] or []: as the dataset states them, else as the environment
+    does: `env`, or the one that the dataset names.
+
+    Raises InputError if neither states them, or if the environment's actions have another size.
+    """
+    if recording.action_low is not None and recording.action_high is not None:
+        return np.asarray(recording.action_low), np.asarray(recording.action_high)
+    cure = "give its attributes action_low and action_high, or --env"
+    name, kwargs = (env, {}) if env else (recording.env, recording.env_kwargs)
+    if not name:
+        raise InputError(f"{recording.id} states neither the box of its actions nor an environment: {cure}")
+    try:
+        box = make.action_box(name, **kwargs)
+    except InputError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{recording.id} does not state the box of its actions, so {cure}\n{reason}") from None
+    if box.shape != (recording.action_dim,):
+        raise InputError(
+            f"{recording.id} has {recording.action_dim} actions and does not state their box, "
+            f"{name} has {box.shape[0]}: {cure}"
+        )
+    return box.low, box.high
+
+
+def distance_outside(actions: Array, low: Array, high: Array) -> Array:
+    """Return how far each number of actions [n, action_dim] lies above `high` or below `low`; inside it is negative.
+
+    It is 0 at the bound and within ROUNDING of it.
+    """
+    distance = np.maximum(low - actions, actions - high)
+    return np.where(np.abs(distance) <= ROUNDING * np.maximum(np.abs(low), np.abs(high)), 0.0, distance)

@@ -171,6 +171,7 @@ class Switch:
         self.dataset = load(
             args.dataset, run.device, reward_scale=reward_scale, reward_shift=reward_shift,
             normalize_returns=normalize_returns, compat=args.d4rl_compat, horizon=args.horizon,
+            env=args.env,
         )  # fmt: skip
         if top < 1.0:
             self.dataset = self.dataset.top(top)

@@ -7,8 +7,11 @@ import h5py
 import numpy as np
 
 
-def make(path: Path, ends: str, **changed: Any) -> Path:
-    """A file with one row for each letter of `ends`: t terminal, o time-out, b both, else neither. Row i observes i."""
+def make(path: Path, ends: str, box: tuple[float, float] | None = (-1.0, 1.0), **changed: Any) -> Path:
+    """A file with one row for each letter of `ends`: t terminal, o time-out, b both, else neither. Row i observes i.
+
+    `box`: the attributes action_low and action_high, None for neither.
+    """
     rows = len(ends)
     parts: dict[str, Any] = {
         "observations": np.arange(rows, dtype=np.float32)[:, None] * [1.0, 10.0],
@@ -21,4 +24,6 @@ def make(path: Path, ends: str, **changed: Any) -> Path:
         for name, values in (parts | changed).items():
             if values is not None:
                 file[name] = values
+        if box is not None:
+            file.attrs["action_low"], file.attrs["action_high"] = box
     return path

@@ -1,6 +1,13 @@
 """D4RL's layout read right: what becomes a transition, what ends an episode, and files that are not what they seem."""
 
+import gzip
+import os
+import pickle
+import re
 import resource
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +153,11 @@ def test_compat_is_qlearning_dataset(tmp_path: Path, timeouts: bool) -> None:
         following = None if case % 2 else np.zeros((40, 2), np.float32)  # never read
         changed = {"next_observations": following} | ({} if timeouts else {"timeouts": None})
         path = str(make(tmp_path / f"{case}.hdf5", ends, **changed))
-        recording = d4rl.read(path, compat=True, horizon=5)
+        horizon = None if timeouts else 5
+        recording = d4rl.read(path, compat=True, horizon=horizon)
         found = list(zip(*first_column(recording), joined(recording).terminations.tolist(), strict=True))
         assert found == qlearning_dataset(ends, timeouts, horizon=5)
-        assert len(load(path, compat=True, horizon=5)) == len(found)
+        assert len(load(path, compat=True, horizon=horizon)) == len(found)
 
 
 def test_trajectories_leave_nothing_out(tmp_path: Path) -> None:
@@ -245,8 +253,8 @@ class TestBadFiles:
     def test_an_empty_file_another_kind_of_file_and_none(self, tmp_path: Path) -> None:
         (tmp_path / "empty.hdf5").touch()
         (tmp_path / "page.hdf5").write_text("<html>403 Forbidden</html>")
-        for name in ("empty.hdf5", "page.hdf5"):
-            with pytest.raises(InputError, match=f"{name} is not a whole HDF5 file"):
+        for name, said in (("empty.hdf5", "is an empty file"), ("page.hdf5", "is a web page, not an HDF5 file")):
+            with pytest.raises(InputError, match=f"{name} {said}"):
                 d4rl.read(str(tmp_path / name))
         with pytest.raises(InputError, match=r"there is no file .*none\.hdf5"):
             d4rl.read(str(tmp_path / "none.hdf5"))
@@ -254,7 +262,7 @@ class TestBadFiles:
     def test_one_cut_short(self, tmp_path: Path) -> None:
         path = Path(damaged(tmp_path / "a.hdf5"))
         path.write_bytes(path.read_bytes()[:-100])
-        with pytest.raises(InputError, match="is not a whole HDF5 file"):
+        with pytest.raises(InputError, match=r"a\.hdf5 is cut short"):
             d4rl.read(str(path))
 
     def test_numbers_that_lie_in_another_file_are_not_read(self, tmp_path: Path) -> None:
@@ -295,10 +303,148 @@ class TestBadFiles:
 
     def test_an_environment_whose_making_would_import_a_module_is_not_taken(self, tmp_path: Path) -> None:
         path = make(tmp_path / "a.hdf5", "..t")
-        for name, taken in (("this:Env-v0", None), ("Hopper-v4", "Hopper-v4"), (3, None)):
+        for name, taken in (("this:Env-v0", None), ("Hopper-v4", "Hopper-v4"), (np.bytes_("Hopper-v4"), "Hopper-v4")):
             with h5py.File(path, "a") as file:
                 file.attrs["env"] = name
             assert d4rl.read(str(path)).env == taken
+
+
+class TestUnreadableFiles:
+    """The message says what the file is, and never that a file of the user should be deleted."""
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("npz", r"is a NumPy archive \(\.npz\), not an HDF5 file"),
+            ("npy", r"is a NumPy array \(\.npy\), not an HDF5 file"),
+            ("zip", "is a zip archive, not an HDF5 file"),
+            ("pickle", "is a pickle, not an HDF5 file"),
+            ("gzip", "is compressed by gzip, not an HDF5 file"),
+            ("text", "is a text file, not an HDF5 file"),
+            ("page", "is a web page, not an HDF5 file"),
+            ("noise", "is not an HDF5 file"),
+            ("empty", "is an empty file"),
+            ("cut", "is cut short"),
+            ("head", "is damaged or unfinished"),
+            ("damaged", "is damaged or unfinished"),
+            ("not closed", "was never closed by the program that wrote it"),
+            ("env_kwargs", "the attribute env_kwargs is '{': it must be a dict in JSON"),
+            ("forbidden", r"cannot be read \(Permission denied\)"),
+        ],
+    )
+    def test_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+        """Each kind in words; its content is as it was, and no handle stays open."""
+        path, rows = tmp_path / "a.hdf5", {"observations": np.random.default_rng(0).random((300, 40))}
+        content = make(path, "." * 299 + "t", **rows).read_bytes()
+        with (tmp_path / "arrays").open("wb") as file:
+            np.savez(file, **rows) if name == "npz" else np.save(file, rows["observations"])
+        with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+            archive.writestr("readme", "hello")
+        arrays, archived = (tmp_path / "arrays").read_bytes(), (tmp_path / "b.zip").read_bytes()
+        contents = {
+            "npz": arrays, "npy": arrays, "zip": archived, "pickle": pickle.dumps(rows), "gzip": gzip.compress(content),
+            "text": "root:x:0:0:Müller".encode(), "page": b"<!DOCTYPE html><html>403", "noise": bytes(range(256)),
+            "empty": b"", "cut": content[:-100], "head": content[:20],
+            "damaged": content[:64] + content[80:] + bytes(16),
+        }  # fmt: skip
+        path.write_bytes(contents.get(name, content))
+        if name == "not closed":
+            write = "import h5py, os, sys; f = h5py.File(sys.argv[1], 'a', libver='latest'); f['x'] = 1; f.flush(); "
+            path.unlink()
+            subprocess.run([sys.executable, "-c", write + "os._exit(0)", path], check=True)
+        elif name == "env_kwargs":
+            with h5py.File(path, "a") as file:
+                file.attrs["env_kwargs"] = "{"
+        elif name == "forbidden":  # root may read everything
+            monkeypatch.setattr("h5py.File", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "no")))
+        before = path.read_bytes()
+        with pytest.raises(InputError, match=said) as caught:
+            d4rl.read(path)
+        assert str(path) in str(caught.value)
+        assert len(str(caught.value).splitlines()) <= 2
+        assert not re.search("delete|remove", str(caught.value))
+        assert path.read_bytes() == before
+        assert not handles(path)
+
+    def test_the_callers_open_file_is_read_all_the_same(self, tmp_path: Path) -> None:
+        """In every mode, also if its changes are not on the disk yet."""
+        for mode in ("r", "r+", "a"):
+            path = make(tmp_path / "a.hdf5", "..t..o")
+            with h5py.File(path, mode) as own:
+                if mode == "a":
+                    own["rewards"][:] = 7.0
+                assert len(load(path)) == 5
+                assert own["rewards"].shape == (6,)
+            assert load(path).column("rewards")[0] == (7 if mode == "a" else 100)
+
+    def test_the_caller_can_open_it_afterwards(self, tmp_path: Path) -> None:
+        """In every mode, whether the recording is still in use or could not be made."""
+        good = make(tmp_path / "good.hdf5", "..t..o")
+        bad = make(tmp_path / "bad.hdf5", "..t..o", rewards=None)
+        recording = d4rl.read(good)
+        next(recording.blocks())
+        next(d4rl.trajectories(good))
+        with pytest.raises(InputError, match="has no rewards"):
+            d4rl.read(bad)
+        for path in (good, bad):
+            for mode in ("r", "r+", "a"):
+                with h5py.File(path, mode) as own:
+                    assert "actions" in own
+        assert len(recording.rewards()) == 5  # it opens the file again
+
+    def test_one_that_another_program_is_writing(self, tmp_path: Path) -> None:
+        """What that program has not written yet is not there: it must close the file first."""
+        path = tmp_path / "a.hdf5"
+        write = (
+            "import h5py, numpy, sys; f = h5py.File(sys.argv[1], 'w'); f['rewards'] = numpy.zeros(10**5); "
+            "print('written', flush=True); sys.stdin.read()"
+        )
+        line = [sys.executable, "-c", write, str(path)]
+        with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout.readline() == "written\n"
+            with pytest.raises(InputError, match="is open for writing elsewhere: close it there first"):
+                d4rl.read(path)
+            writer.stdin.close()
+
+    def test_one_that_changes_while_it_is_read(self, tmp_path: Path) -> None:
+        """The recording is of the first file, so that episodes and rows would not fit."""
+        path = make(tmp_path / "a.hdf5", "..t..o")
+        recording = d4rl.read(path)
+        make(path, "..t")
+        with pytest.raises(InputError, match="was changed while it was read"):
+            next(recording.blocks())
+
+
+def handles(path: Path) -> list[str]:
+    """The open files of this process that are this one."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [target for link in links if link.is_symlink() and (target := os.readlink(link)) == str(path)]
+
+
+class TestHorizon:
+    """The time limit of a file that marks no time-outs; anything else is refused."""
+
+    @pytest.mark.parametrize("horizon", [0, -1])
+    def test_must_be_positive(self, tmp_path: Path, horizon: int) -> None:
+        """0 would otherwise mean that none was given."""
+        for timeouts in ({"timeouts": None}, {}):
+            path = make(tmp_path / "a.hdf5", "....", **timeouts)
+            with pytest.raises(InputError, match=f"--horizon is {horizon}: give the time limit in steps, at least 1"):
+                load(path, horizon=horizon)
+            with pytest.raises(InputError, match="--horizon"):
+                next(d4rl.trajectories(path, horizon=horizon))
+
+    def test_and_time_outs_in_the_file_contradict_each_other(self, tmp_path: Path) -> None:
+        """The file would win without a word."""
+        path = make(tmp_path / "a.hdf5", "..o...")
+        with pytest.raises(InputError, match=r"marks its time-outs itself.*leave --horizon out"):
+            load(path, horizon=2)
+
+    @pytest.mark.parametrize("horizon", [0, 5])
+    def test_is_not_for_minari(self, horizon: int) -> None:
+        """0 was ignored."""
+        with pytest.raises(InputError, match="--horizon"):
+            load("D4RL/pen/human-v2", horizon=horizon)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +457,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             file.create_dataset(name, data=random.random(shape, np.float32), compression="gzip", fletcher32=True)
         for name in ("terminals", "timeouts"):
             file[name] = random.random(60) < 0.1
-        file.attrs["env"] = "Hopper-v4"
+        file.attrs["env"], file.attrs["action_low"], file.attrs["action_high"] = "Hopper-v4", np.full(2, -1.0), 1.0
     return path.read_bytes()
 
 
@@ -337,7 +483,7 @@ def test_random_damage_ends_in_a_message_or_in_transitions(data: st.DataObject, 
     path = tmp_path / "damaged.hdf5"
     path.write_bytes(content)
     try:
-        dataset = load(str(path), horizon=20)
+        dataset = load(path)
     except InputError as error:
         said = str(error)
     else:

@@ -48,6 +48,12 @@ def test_boundaries(path: str) -> None:
     assert (len(dataset), len(dataset.buffer), dataset.buffer.capacity) == (19, 19, 19)
 
 
+def test_a_path_is_as_good_as_a_string(path: str) -> None:
+    """`load(Path(...))` gives the same dataset, whose id is text."""
+    dataset = load(Path(path))
+    assert (dataset.id, dataset.fingerprint()) == (path, load(path).fingerprint())
+
+
 def test_returns(path: str) -> None:
     expected = [sum(rewards) for rewards, _ in episodes(path, 2.0, -1.0)]
     assert np.allclose(load(path, reward_scale=2.0, reward_shift=-1.0).returns(), expected, atol=1e-6)
@@ -332,6 +338,7 @@ class TestMapped:
             for name, shape in (("actions", (rows, 2)), ("rewards", (rows,)), ("terminals", (rows,))):
                 file.create_dataset(name, data=np.zeros(shape, np.float32))
             file["timeouts"] = np.arange(rows) % 1000 == 999
+            file.attrs["action_low"], file.attrs["action_high"] = -1.0, 1.0
         load(str(path), mapped=True)
         num_bytes, taken = memory_of(f"load({str(path)!r}, mapped=True)", "RssAnon")
         assert num_bytes > 190e6
@@ -352,6 +359,7 @@ def test_loading_takes_little_more_memory_than_the_buffer(tmp_path: Path) -> Non
         file["rewards"] = random.random(rows, np.float32)
         file["terminals"] = np.zeros(rows, bool)
         file["timeouts"] = np.arange(rows) % 1000 == 999
+        file.attrs["action_low"], file.attrs["action_high"] = -1.0, 1.0
     num_bytes, taken = memory_of(f"load({str(path)!r})", "VmHWM")
     assert num_bytes > 100e6
     assert num_bytes * 0.9 < taken <= 1.3 * num_bytes

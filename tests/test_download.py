@@ -189,6 +189,6 @@ def test_an_id_is_downloaded_once_into_d4rls_folder(
 def test_an_id_whose_download_is_no_dataset(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
-    with pytest.raises(InputError, match=r"does not hold what it should.*not a whole HDF5 file"):
+    with pytest.raises(InputError, match=r"does not hold what it should.*not an HDF5 file"):
         read("walker2d-medium-v2")
     assert left(tmp_path / "cache") == set()

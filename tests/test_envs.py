@@ -12,6 +12,7 @@ import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Graph
 
 from common.errors import InputError
+from common.evaluate import evaluate
 from common.seeding import seeds
 from envs.make import make, make_vector
 
@@ -144,6 +145,77 @@ def test_kitchen_succeeds_when_all_its_tasks_are_complete() -> None:
     assert info == {"success": True}
 
 
+def chain(env: Any) -> list[str]:
+    """The classes of the wrappers, from outside, and of the environment."""
+    names = [type(env).__name__]
+    while isinstance(env, gym.Wrapper):
+        env = env.env
+        names.append(type(env).__name__)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"),
+    [
+        ("Pendulum-v1", {"g": 9.0}),  # rescaled
+        ("HalfCheetah-v4", {"max_episode_steps": 7}),
+        ("PointMaze_UMaze-v3", {}),  # flattened
+        ("offline.environments:d4rl/ant-v2", {}),  # itself a wrapper
+        ("offline.environments:d4rl/pen-v1", {}),
+    ],
+)
+def test_its_spec_makes_the_same_environment(env_id: str, kwargs: dict[str, Any]) -> None:
+    """`gym.make(env.spec)` has the same wrappers and arguments, and gives the same steps bit for bit."""
+    if "Maze" in env_id or "pen" in env_id:
+        pytest.importorskip("gymnasium_robotics")
+    env = make(env_id, **kwargs)
+    again = gym.make(env.spec)
+    assert chain(again) == chain(env)
+    assert again.spec == env.spec
+    assert (again.action_space, again.observation_space) == (env.action_space, env.observation_space)
+    assert again.reset(seed=1)[0].tobytes() == env.reset(seed=1)[0].tobytes()
+    for _ in range(7):
+        action = env.action_space.sample()
+        (obs, *one), (other, *two) = env.step(action), again.step(action)
+        assert obs.tobytes() == other.tobytes()
+        assert one == two
+    assert again.set_state(env.get_state())
+
+
+class Unready(Odd):
+    """It starts, but its first episode does not: as one whose files are missing, or that MuJoCo refuses."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__()
+        self.error = {
+            "file": FileNotFoundError(2, "No such file", "cube.xml"),
+            "mujoco": mujoco.FatalError("bad\nqpos"),
+        }[error]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        raise self.error
+
+
+gym.register("Unready-v0", entry_point=Unready)
+
+
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("error", "named"), [("file", "FileNotFoundError.*cube.xml"), ("mujoco", "FatalError bad qpos")]
+)
+def test_one_that_fails_at_reset_is_refused(
+    error: str, named: str, vectorizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In training and in evaluation, in two lines, without the traceback of a process."""
+    said = f"Unready-v0 starts but cannot begin an episode: {named}"
+    with pytest.raises(InputError, match=said) as caught:
+        make_vector("Unready-v0", 2, 0, vectorizer=vectorizer, error=error)
+    assert len(str(caught.value).splitlines()) <= 2
+    with pytest.raises(InputError, match=said):
+        evaluate(lambda obs: obs, [make("Unready-v0", error=error)], [1])
+    assert "Traceback" not in capfd.readouterr().err
+
+
 class Odd(gym.Env):
     def __init__(self, actions: gym.Space = Box(-1, 1, (2,)), obs: gym.Space = Box(-1, 1, (2,))) -> None:  # noqa: B008
         self.action_space, self.observation_space = actions, obs
@@ -153,6 +225,7 @@ def refuse() -> None:
     raise AssertionError("no\nluck")
 
 
+LARGEST = np.finfo(np.float32).max
 REFUSED = {
     "CartPole-v1": "continuous",
     "HalfCheeta-v4": "Did you mean HalfCheetah-v4",
@@ -163,6 +236,7 @@ REFUSED = {
     "json:Thing-v0": "no environment json:Thing-v0",
     "Unbounded-v0": "unbounded",
     "HalfBounded-v0": "unbounded",
+    "Largest-v0": "unbounded",
     "NoChoice-v0": "must differ",
     "Whole-v0": "continuous",
     "Matrix-v0": "continuous",
@@ -209,6 +283,7 @@ def test_refusals_take_two_lines_and_name_the_cure(env_id: str, monkeypatch: pyt
     odd = {
         "Unbounded": {"actions": Box(-np.inf, np.inf, (2,))},
         "HalfBounded": {"actions": Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))},
+        "Largest": {"actions": Box(-LARGEST, LARGEST, (2,))},
         "NoChoice": {"actions": Box(np.array([-1, 0], np.float32), np.array([1, 0], np.float32))},
         "Whole": {"actions": Box(0, 3, (2,), np.int64)},
         "Matrix": {"actions": Box(-1, 1, (2, 2))},
