@@ -1,11 +1,14 @@
 """A seed and a random generator for every purpose, so that no two purposes share a stream of random numbers."""
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from common.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def seeds(seed: int, purpose: str, n: int) -> list[int]:
@@ -19,6 +22,8 @@ def seeds(seed: int, purpose: str, n: int) -> list[int]:
     return [int(stream.generate_state(1)[0]) for stream in streams]
 
 
-def generator(seed: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(seed: int, purpose: str, device: "torch.device | str" = "cpu") -> "torch.Generator":
     """Return PyTorch's generator on `device`, seeded for one purpose of a run with this seed."""
+    import torch  # here, because processes of environments need `seeds` alone and start a second earlier without it
+
     return torch.Generator(device).manual_seed(seeds(seed, purpose, 1)[0])
