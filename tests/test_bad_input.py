@@ -132,7 +132,7 @@ def test_bad_flags(
     ("algo", "arguments", "named"),
     [
         ("sac", ["--total-steps", "0"], ["--total-steps is 0"]),
-        ("sac", ["--learning-starts", "5e3"], ["--learning-starts", "'5e3'"]),
+        ("sac", ["--learning-starts", "5e-3"], ["--learning-starts", "'5e-3'"]),
         ("sac", ["--utd", "0"], ["--utd is 0"]),
         ("sac", ["--critic-lr", "nan"], ["--critic-lr is nan"]),
         ("sac", ["--buffer-size", "1000000000000", "--total-steps", "1000000000000"], ["GB", "--buffer-size"]),
