@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from common.arguments import at_least
 from common.errors import InputError
 
 Scores = NDArray[np.float64]  # [tasks, seeds]
@@ -40,8 +41,9 @@ class Design:
     """B, random ones, where all are more than that."""
 
     def __post_init__(self) -> None:
-        if self.seeds < 1 or self.interims < 1 or self.permutations < 1 or not 0 < self.alpha < 1:
-            raise InputError(f"{self}: seeds, interims and permutations are at least 1, alpha is between 0 and 1")
+        at_least(1, seeds=self.seeds, interims=self.interims, permutations=self.permutations)
+        if not 0 < self.alpha < 1:
+            raise InputError(f"--alpha is {self.alpha}: give a number between 0 and 1")
 
     def at_most(self, permutations: int, comparisons: int) -> int:
         """So many permutations may cross an interim's boundary where so many comparisons are undecided."""
@@ -79,7 +81,8 @@ def decide(scores: Mapping[str, Scores], pairs: Sequence[Pair], design: Design) 
     for signs in divisions(design, first.shape[1], zlib.crc32(first.tobytes())):
         if design.at_most(len(signs), len(pairs)) < 2:  # a division and its mirror image differ equally
             raise InputError(
-                f"{design} can decide none of {len(pairs)} pairs: give more seeds or permutations, or alpha"
+                f"whatever the scores, --seeds {design.seeds} with --interims {design.interims} and --alpha "
+                f"{design.alpha:g} can decide none of {len(pairs)} pairs: give more --seeds, or fewer names"
             )
         new = slice(done * design.seeds, (done + 1) * design.seeds)
         if not undecided or any(scores[name].shape[1] < new.stop for pair in undecided for name in pair):

@@ -9,6 +9,7 @@ Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. S
 
 import csv
 import dataclasses
+import difflib
 import gzip
 import itertools
 import sys
@@ -25,6 +26,7 @@ from bench import sweep
 from bench.adastop import Design, Found, Pair, Scores, decide
 from bench.curves import Curve, at, means
 from bench.suite import jobs, read_suite
+from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 
@@ -95,10 +97,15 @@ def _what(args: Args) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = args.names or tuple(
         sorted({path.parent.parent.parent.name for path in args.folder.glob(f"*/*/*/{EVALUATIONS}")})
     )
-    if len(set(names)) < 2 or len(set(names)) < len(names) or (args.against and args.against not in names):
+    if not names:
         raise InputError(
-            f"--names are {', '.join(names) or 'none'} in {args.folder}: give two or more, and --against one of them"
+            f"{args.folder} holds no run, <name>/<task>/<seed>/evaluations.csv: give the folder of a sweep's suite, or "
+            "the --suite to run"
         )
+    if len(set(names)) < 2 or len(set(names)) < len(names):
+        raise InputError(f"a comparison needs two or more different --names: {args.folder} gives {', '.join(names)}")
+    if args.against not in (None, *names):
+        raise InputError(f"--against is {args.against}: give one of {', '.join(names)}")
     there = [{path.parent.parent.name for path in (args.folder / name).glob(f"*/*/{EVALUATIONS}")} for name in names]
     tasks = args.tasks or tuple(sorted(set.intersection(*there)))
     if not tasks:
@@ -136,7 +143,7 @@ def read_curve(path: Path, column: str) -> Curve:
     except (KeyError, TypeError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} does not give {column} as numbers by step ({error}): try another --column") from None
     if not curve or not np.isfinite(list(curve.values())).all():
-        raise InputError(f"{path} holds no evaluation, or one that is not finite: delete the run and start it again")
+        raise InputError(f"{path} holds no evaluation, or one that is not finite: train that seed in another --folder")
     return curve
 
 
@@ -217,8 +224,9 @@ def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
     tasks = args.tasks or tuple(
         task for task in dict.fromkeys(t for _, t, _ in by_run) if _all_have(by_run, names, task)
     )
-    if unknown := [f"{name} on {task}" for name in names for task in tasks if (name, task, 1) not in by_run]:
-        raise InputError(f"suite {suite} does not run {', '.join(unknown)}: give other --names or --tasks")
+    refuse_unknown(f"suite {suite}", names, tasks, {(name, task) for name, task, _ in by_run})
+    if lacking := [f"{name} on {task}" for name in names for task in tasks if (name, task, 1) not in by_run]:
+        raise InputError(f"suite {suite} does not run {', '.join(lacking)}: give other --names or --tasks")
 
     def run(needed: list[Run]) -> None:
         of_now = sweep.Sweep([by_run[one] for one in needed if not sweep.is_done(by_run[one])])
@@ -233,10 +241,25 @@ def _all_have(runs: Iterable[Run], names: Sequence[str], task: str) -> bool:
     return {name for name, t, _ in runs if t == task} >= set(names)
 
 
+def refuse_unknown(where: str, names: Iterable[str], tasks: Iterable[str], known: set[tuple[str, str]]) -> None:
+    """Raise InputError for the first that is in no pair of `known`, (name, task): a typing error is no new task."""
+    for flag, given, column in (("--names", names, 0), ("--tasks", tasks, 1)):
+        there = sorted({pair[column] for pair in known})
+        for each in given:
+            if each not in there:
+                close = difflib.get_close_matches(each, there, n=3) or there
+                cure = f"did you mean {', '.join(close)}? A new one belongs in a suite, which --suite runs"
+                raise InputError(f"{where} has no run of {each}, which {flag} names: {cure}")
+
+
 def main(args: Args) -> None:
-    if args.last < 1:
-        raise InputError(f"--last is {args.last}: at least 1")
+    at_least(1, last=args.last)
+    at_least(0, step=args.step)
     if args.suite is None:
+        runs = args.folder.glob(f"*/*/*/{EVALUATIONS}")
+        known = {(run.parent.parent.parent.name, run.parent.parent.name) for run in runs}
+        if known:
+            refuse_unknown(str(args.folder), args.names, args.tasks, known)
         sys.stdout.write(report(compare(args)))
     else:
         until_decided(*of_suite(args, args.suite))

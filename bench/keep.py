@@ -10,12 +10,15 @@ import csv
 import gzip
 import json
 import statistics
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import tyro
 
 from common.checkpoint import replacing
+from common.command_line import command_line
 from common.errors import InputError
 
 PATHS = ("dataset", "run_dir", "init_from")
@@ -81,5 +84,21 @@ def kept_runs(folder: Path) -> Iterator[Kept]:
             yield Kept(algo, task, seed, json.loads(config.read_text()), list(csv.DictReader(file)))
 
 
+@dataclass(frozen=True)
+class Args:
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run folder: config.json, evaluations.csv, and metrics.csv if it is there."""
+    kept: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="KEPT")]
+    """Where to keep it: results/<...>/<algorithm>/<environment or dataset>/<seed>."""
+
+
+def main(args: Args) -> None:
+    """Keeps a run. Raises InputError if a file that it needs is missing."""
+    for name in ("config.json", "evaluations.csv"):
+        if not (args.run / name).is_file():
+            raise InputError(f"{args.run} has no {name}: give a run folder, then the folder to keep it in")
+    keep(args.run, args.kept)
+
+
 if __name__ == "__main__":
-    keep(*map(Path, sys.argv[1:]))
+    command_line(main, Args)

@@ -23,6 +23,7 @@ import torch
 import tyro
 from gymnasium.error import DependencyNotInstalled
 
+from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.evaluate import evaluate
@@ -61,8 +62,8 @@ class Args:
     """Another environment than the run's, of the same observations and actions."""
 
     def __post_init__(self) -> None:
-        if self.episodes < 1 or (self.seed or 0) < 0:
-            raise InputError(f"--episodes is {self.episodes}, --seed {self.seed}: at least 1, at least 0")
+        at_least(1, episodes=self.episodes)
+        at_least(0, seed=self.seed)
         if self.output and (self.play or self.output.suffix != ".mp4"):
             raise InputError(f"--output is {self.output}: give a path that ends in .mp4, and no --play")
 

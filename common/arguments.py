@@ -66,6 +66,13 @@ def described(wanted: Any) -> str:
     return f"a list, each {described(parts[0])}" if origin is tuple else KINDS.get(wanted, str(wanted))
 
 
+def at_least(lowest: int, **given: float | None) -> None:
+    """Raise InputError for the first flag that is below `lowest`, or not finite. None is a flag not given."""
+    for name, value in given.items():
+        if value is not None and not lowest <= value < math.inf:
+            raise InputError(f"--{name.replace('_', '-')} is {value}: give a number from {lowest} up")
+
+
 @dataclasses.dataclass
 class RunArgs:
     """What every algorithm takes. Numbers are above 0, but for those that a class says may be 0, or of any sign."""
@@ -128,7 +135,9 @@ class RunArgs:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 if field.name in self.any_sign and math.isfinite(value):
                     continue
-                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in allowed):
+                if field.name in allowed:
+                    at_least(0, **{field.name: value})
+                elif not 0 < value < math.inf:
                     raise InputError(f"{flag} is {value}: give a number above 0")
                 if value > 1 and field.name in ("gamma", "tau", "base_tau", "gae_lambda", "top"):
                     raise InputError(f"{flag} is {value}: give a number in (0, 1]")

@@ -66,10 +66,9 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
 
 def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     """The arguments that these words give, or the command line's. Raises InputError where they give none."""
-    said = io.StringIO()
+    said, description = io.StringIO(), sys.modules[arguments.__module__].__doc__ or ""
     try:
         with contextlib.redirect_stderr(said):
-            description = sys.modules[arguments.__module__].__doc__
             return tyro.cli(arguments, args=words, description=description, registry=_registry)
     except SystemExit as stop:
         if not stop.code:
@@ -78,4 +77,7 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     lines = [line.strip("│╭╮╰╯ ─") for line in said.getvalue().splitlines()[1:]]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
+    example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)
+    if missing := re.match(r"Missing from \S+: (.*)", wrong):
+        wrong = f"missing: {missing[1].replace(' (required)', '')}{f'; for example: {example[1]}' if example else ''}"
     raise InputError(f"{wrong}{f' (perhaps {meant[1]}?)' if meant else ''}\nsee --help for all flags")

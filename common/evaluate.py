@@ -1,5 +1,6 @@
 """Episodes side by side, in environments and with seeds of their own."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
     """One episode in each environment, all stepped together: `act` maps obs [n, obs_dim] to actions [n, action_dim].
 
     Every call resets with the same seeds, so that evaluations differ by the policy alone, leave no state behind, and
-    change nothing in training however often they are done. Raises RunError where an episode does not end.
+    change nothing in training however often they are done. Raises RunError where an episode does not end, or a reward
+    is not finite.
     """
     if not envs:
         return []
@@ -41,6 +43,11 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
             obs[i], reward, terminated, truncated, info = envs[i].step(action)
             returns[i] = info.get("return", returns[i] + float(reward))
             lengths[i] += 1
+            if not math.isfinite(returns[i]):
+                raise RunError(
+                    f"the environment gave a reward that is not finite, {reward}, in step {lengths[i]:,} of episode "
+                    f"{i} of the evaluation: see whether it diverges (actions, time step), or give another --env"
+                )
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])
             going_on[k] = not (terminated or truncated)

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import sys
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
+from farama_notifications import notifications
 from gymnasium.spaces import Box, Dict
 from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
@@ -24,6 +26,15 @@ from envs.vector import Array, EnvPool, Processes, refuse_non_finite
 
 # The families of Gymnasium-Robotics, to name the missing package rather than call their ids unknown.
 ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
+# What brings a package that an environment needs. Gymnasium's MuJoCo environments import imageio too, which MuJoCo
+# does not bring; those of Box2D pygame.
+PINS = {
+    "mujoco": "mujoco==3.11.0 imageio",
+    "gymnasium_robotics": "gymnasium-robotics==1.4.2",
+    "Box2D": "'gymnasium[box2d]==1.4.0'",
+}
+# By version, what Gymnasium-Robotics prints at each import, whatever is made. Taken from it: `_print_notice` does.
+NOTICES = notifications.pop("gymnasium_robotics", {})
 
 
 class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
@@ -138,11 +149,11 @@ def _started(env_id: str, **kwargs: Any) -> Env:
         # By its spec: given an id, Gymnasium warns that v4 is out of date, which is the version published results use.
         env = gym.make(spec, disable_env_checker=True, **kwargs)
     except Exception as error:
-        _require("mujoco", env_id, error)
+        _require(env_id, error)
         reason = " ".join(f"{type(error).__name__} {error}".split())
         raise InputError(
             f"{env_id} does not start with {_versions()}: {reason}\n"
-            "`pip install -r requirements.txt` brings the versions known to work; other versions of the id may too."
+            + (_alike(spec.id) or "`pip install -r requirements.txt` brings the versions known to work.")
         ) from error
     _check_spaces(env, env_id)
     return env
@@ -200,10 +211,33 @@ def _find(env_id: str) -> gym.envs.registration.EnvSpec:
     if name not in gym.registry:
         _register_robotics(name)
     if name in gym.registry:
+        _print_notice(name)
         return gym.registry[name]
-    close = difflib.get_close_matches(name, gym.registry, n=3)
-    hint = f"Did you mean {', '.join(close)}?" if close else "One of your own is given as module:Name-v0."
+    hint = _alike(name) or "One of your own is given as module:Name-v0."
     raise InputError(f"There is no environment {env_id}. {hint}")
+
+
+def _alike(name: str) -> str:
+    """Suggest up to three registered environments, of those that start here and that an agent can act in."""
+    found: list[str] = []
+    for each in difflib.get_close_matches(name, gym.registry, n=12):
+        with contextlib.suppress(Exception):  # for one, v2 and v3 of MuJoCo's need a package that is no more
+            env = gym.make(gym.registry[each], disable_env_checker=True)
+            _check_spaces(env, each)
+            env.close()
+            found.append(each)
+        if len(found) == 3:
+            break
+    return f"Did you mean {', '.join(found)}?" if found else ""
+
+
+def _print_notice(name: str) -> None:
+    """Print Gymnasium-Robotics' notice if it concerns `name`, once, and not again in every worker process."""
+    text = NOTICES.get(getattr(sys.modules.get("gymnasium_robotics"), "__version__", ""), "")
+    if name.replace("-v", "Dense-v") in text:  # so it calls those with dense rewards
+        NOTICES.clear()
+        if multiprocessing.parent_process() is None:
+            sys.stderr.write(f"warning: {text}\n")
 
 
 def _register_robotics(name: str) -> None:
@@ -212,17 +246,15 @@ def _register_robotics(name: str) -> None:
         importlib.import_module("gymnasium_robotics")
     except Exception as error:
         if name.startswith(ROBOTICS):
-            _require("mujoco", name, error)
-            _require("gymnasium_robotics", name, error)
+            _require(name, error)
             raise InputError(f"{name} needs gymnasium-robotics, which fails with {_versions()}: {error}") from error
 
 
-def _require(module: str, env_id: str, error: Exception) -> None:
-    """Raise InputError if `error` came about because `module` is not installed."""
-    if module in str(error).lower() and importlib.util.find_spec(module) is None:
-        # Gymnasium's MuJoCo environments import imageio too, which MuJoCo does not bring.
-        pin = {"mujoco": "mujoco==3.11.0 imageio", "gymnasium_robotics": "gymnasium-robotics==1.4.2"}[module]
-        raise InputError(f"{env_id} needs {module}, which is not installed: pip install {pin}") from None
+def _require(env_id: str, error: Exception) -> None:
+    """Raise InputError if `error` came about because one of `PINS` is not installed."""
+    for module, pin in PINS.items():
+        if module.lower() in str(error).lower() and importlib.util.find_spec(module) is None:
+            raise InputError(f"{env_id} needs {module}, which is not installed: pip install {pin}") from None
 
 
 def _versions() -> str:

@@ -27,6 +27,7 @@ from gymnasium.vector import VectorEnv
 from gymnasium.wrappers.utils import rescale_box
 from tqdm import tqdm
 
+from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import Finished, InputError, require_finite
 from common.provenance import commit, versions
@@ -69,8 +70,8 @@ class Args:
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         if self.replay and (meant := [f"--{name.replace('_', '-')}" for name in with_policy if name in changed]):
             raise InputError(f"{', '.join(meant)}: with --policy only; --replay takes the buffer as it is")
-        if self.seed < 0 or self.num_envs < 1:
-            raise InputError(f"--seed is {self.seed}, --num-envs {self.num_envs}: at least 0, at least 1")
+        at_least(0, seed=self.seed)
+        at_least(1, num_envs=self.num_envs, transitions=self.transitions)
         if self.transitions < len(self.policy) * self.num_envs:
             raise InputError(
                 f"--transitions is {self.transitions}: give at least one for each policy in each environment, "

@@ -254,9 +254,13 @@ def load(
     if capacity < len(recording):
         raise InputError(f"{source} has {len(recording):,} transitions, the replay buffer has room for {capacity:,}")
     if normalize_returns:
-        spread = float(np.ptp(recording.returns()))
-        if not 0 < spread < np.inf:
-            raise InputError(f"{source}: all returns are equal or not finite: give --normalize-returns False")
+        returns = recording.returns()
+        if not np.isfinite(returns).all():
+            bad = np.flatnonzero(~np.isfinite(recording.rewards()))  # else an episode's last, which has no transition
+            episode = int(np.flatnonzero(~np.isfinite(returns))[0])
+            raise _not_finite(source, f"rewards of {f'transition {bad[0]:,}' if len(bad) else f'episode {episode:,}'}")
+        if (spread := float(np.ptp(returns))) == 0.0:
+            raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --normalize-returns False")
         reward_scale *= 1000.0 / spread
     low, high = action_box(recording, env)
     blocks = _Prepared(recording, low, high, reward_scale, reward_shift, None if compat else max_action)
@@ -326,10 +330,7 @@ class _Prepared:
             for name, part in zip(Block._fields, block, strict=True):
                 if not np.isfinite(part).all():
                     row = first + int(np.argwhere(~np.isfinite(part))[0][0])
-                    raise InputError(
-                        f"{self.recording.id}: {name} of transition {row:,} are not finite; "
-                        f"`python -m offline.inspect {self.recording.id}` counts such values"
-                    )
+                    raise _not_finite(self.recording.id, f"{name} of transition {row:,}")
             first += len(rewards)
             if self.max_action is not None:
                 block = block._replace(actions=np.clip(block.actions, -self.max_action, self.max_action))
@@ -340,6 +341,13 @@ class _Prepared:
                 f"{low.min():g} to {high.max():g}, by up to {farthest:.3g}: they are "
                 f"{'kept' if self.max_action is None else 'clipped'} (is it the right box?)\n"
             )
+
+
+def _not_finite(source: str | Path, what: str) -> InputError:
+    return InputError(
+        f"{source}: {what} are not finite; `python -m offline.inspect {source}` counts such values: "
+        "give a dataset without them"
+    )
 
 
 @contextlib.contextmanager

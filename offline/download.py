@@ -5,8 +5,11 @@ import http.client
 import json
 import os
 import shutil
+import socket
 import sys
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,25 @@ from common.errors import InputError, RunError
 
 CHUNK = 2**20
 TRIES = 3
+
+
+def require_connection(url: str) -> None:
+    """Raise ConnectionError after a few seconds if the server of `url` does not answer.
+
+    For libraries that try for half a minute and print every try. Behind a proxy only the proxy could tell.
+    """
+    server = urllib.parse.urlsplit(url)
+    port = server.port or {"http": 80, "https": 443}[server.scheme]
+    for attempt in range(TRIES if not urllib.request.getproxies() else 0):
+        try:
+            return socket.create_connection((server.hostname, port), timeout=3).close()
+        except OSError as error:
+            if attempt == TRIES - 1:
+                raise ConnectionError(
+                    f"{server.netloc} does not answer, {TRIES} tries: {error.strerror or error}"
+                ) from None
+            time.sleep(0.5)
+    return None
 
 
 def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
@@ -68,7 +90,9 @@ def _insist(url: str, part: Path, facts: Path) -> None:
             facts.unlink(missing_ok=True)  # so that all of it is asked for
         except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
             if attempt == TRIES - 1:
-                raise RunError(f"{url} was cut short ({error}): the same command goes on from there") from None
+                raise RunError(
+                    f"{url} was cut short in {TRIES} tries ({error}): the same command resumes the download"
+                ) from None
     raise AssertionError
 
 

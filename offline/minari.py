@@ -8,6 +8,7 @@ MuJoCo on Minari's server.
 import contextlib
 import functools
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Space
+from huggingface_hub import constants
 from minari import MinariDataset, download_dataset, list_local_datasets, load_dataset
 from minari.storage import get_dataset_path
+from minari.storage.remotes import DEFAULT_REMOTE
 
 from common.errors import InputError
+from offline.download import require_connection
 from offline.recording import (
     Array,
     Block,
@@ -83,14 +87,16 @@ def _scores(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _download(source: str) -> None:
+    remote = source if "://" in source else os.environ.get("MINARI_REMOTE", DEFAULT_REMOTE)
     try:
+        if remote.startswith("hf://"):
+            require_connection(constants.ENDPOINT)
         download_dataset(source, force_download=True)  # forced: a folder may be there from a download that was killed
     except Exception as error:  # each remote raises its own library's kinds, and this is where all of them end
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        close = nearest(source, [name for name in known() if name != source])
-        raise InputError(
-            f"{source} is not in {get_dataset_path()} and cannot be downloaded ({reason}){close}"
-        ) from None
+        is_known = source.rpartition("farama-minari/")[2] in known()
+        cure = f": bring that folder to {get_dataset_path()} by other means" if is_known else nearest(source, known())
+        raise InputError(f"{source} is not in {get_dataset_path()} and cannot be downloaded ({reason}){cure}") from None
 
 
 def _recording(dataset: MinariDataset, source: str) -> Recording:

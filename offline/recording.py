@@ -64,7 +64,9 @@ class Recording:
 
     def returns(self) -> NDArray[np.float64]:
         """Undiscounted return of each episode [episodes], its lost reward included."""
-        return np.add.reduceat(self.rewards().astype(np.float64), self.starts) + np.nan_to_num(self.lost_rewards)
+        return np.add.reduceat(self.rewards().astype(np.float64), self.starts) + np.nan_to_num(
+            self.lost_rewards, posinf=np.inf, neginf=-np.inf
+        )
 
     @property
     def starts(self) -> NDArray[np.int64]:

@@ -100,7 +100,8 @@ def assert_refused(result: tuple[int, str], status: int, *named: str) -> None:
         (["--device", "tpu"], ["--device", "'auto', 'cpu', 'cuda'"]),
         (["--seed"], ["--seed"]),
         (["HalfCheetah-v4"], ["HalfCheetah-v4"]),
-        (["--seed", "-1"], ["--seed is -1"]),
+        (["--seed", "-1"], ["--seed is -1: give a number from 0 up"]),
+        (["--eval-episodes", "-1"], ["--eval-episodes is -1: give a number from 0 up"]),
         (["--eval-every", "0"], ["--eval-every is 0"]),
         (["--gamma", "1.5"], ["--gamma is 1.5"]),
         (["--hidden", "0"], ["--hidden is (0,)"]),
@@ -131,7 +132,7 @@ def test_bad_flags(
     ("algo", "arguments", "named"),
     [
         ("sac", ["--total-steps", "0"], ["--total-steps is 0"]),
-        ("sac", ["--learning-starts", "5e3"], ["--learning-starts", "'5e3'"]),
+        ("sac", ["--learning-starts", "5e-3"], ["--learning-starts", "'5e-3'"]),
         ("sac", ["--utd", "0"], ["--utd is 0"]),
         ("sac", ["--critic-lr", "nan"], ["--critic-lr is nan"]),
         ("sac", ["--buffer-size", "1000000000000", "--total-steps", "1000000000000"], ["GB", "--buffer-size"]),

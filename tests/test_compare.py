@@ -122,20 +122,56 @@ def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"names": ("a",)}, "two or more"),
-        ({"names": ("a", "a")}, "two or more"),
-        ({"against": "d"}, "--against one of them"),
+        ({"names": ("a",)}, r"two or more different --names: .* gives a$"),
+        ({"names": ("a", "a")}, r"two or more different --names: .* gives a, a$"),
+        ({"against": "d"}, "--against is d: give one of a, b"),
+        ({"folder": Path("nowhere")}, r"nowhere holds no run, .*--suite"),
         ({"names": ("a", "d")}, "no task that a, d all have"),
         ({"column": "success"}, "does not give success as numbers"),
-        ({"alpha": 1.5}, "alpha is between 0 and 1"),
-        ({"seeds": 1, "interims": 2}, "can decide none of 1 pairs"),
+        ({"alpha": 1.5}, "^--alpha is 1.5: give a number between 0 and 1$"),
+        ({"seeds": 0}, "^--seeds is 0: give a number from 1 up$"),
+        (
+            {"seeds": 1, "interims": 2},
+            r"^whatever the scores, --seeds 1 .*can decide none of 1 pairs: give more --seeds",
+        ),
     ],
 )
 def test_bad_input(tmp_path: Path, changed: dict[str, object], named: str):
     for name in "ab":
         write(tmp_path / name / "T" / "1", {0: [1.0]})
     with pytest.raises(InputError, match=named):
-        compare.compare(Args(tmp_path, **changed))  # type: ignore[arg-type]
+        compare.compare(Args(**({"folder": tmp_path} | changed)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"tasks": ("Hoper-v4",)}, r"has no run of Hoper-v4, which --tasks names: did you mean Hopper-v4\?"),
+        (
+            {"tasks": ("Ant-v4",)},
+            r"no run of Ant-v4, which --tasks names: did you mean Hopper-v4\? A new one belongs in",
+        ),
+        ({"names": ("sac", "td")}, r"has no run of td, which --names names: did you mean td3\?"),
+    ],
+)
+@pytest.mark.parametrize("suite", [False, True])
+def test_a_typing_error_is_no_new_task(tmp_path: Path, arguments: dict[str, object], named: str, suite: bool):
+    """It is refused with what is there, in a folder of runs and in a suite; nothing is run."""
+    path = tmp_path / "mine.toml"
+    path.write_text('[[runs]]\nalgo = ["sac", "td3"]\nenvs = "Hopper-v4"\n')
+    for name in ("sac", "td3"):
+        write(tmp_path / "runs" / name / "Hopper-v4" / "1", {0: [1.0]})
+    with pytest.raises(InputError, match=named):
+        compare.main(Args(tmp_path / "runs", str(path) if suite else None, **arguments))  # type: ignore[arg-type]
+
+
+def test_a_suite_runs_only_what_it_has(tmp_path: Path):
+    """A name and a task that it has, but not together."""
+    path = tmp_path / "mine.toml"
+    runs = ('algo = "sac"\nenvs = "Hopper-v4"\n', 'algo = "td3"\nenvs = ["Ant-v4", "Hopper-v4"]\n')
+    path.write_text("".join(f"[[runs]]\n{each}" for each in runs))
+    with pytest.raises(InputError, match="suite mine does not run sac on Ant-v4: give other --names or --tasks"):
+        compare.main(Args(tmp_path, str(path), tasks=("Ant-v4", "Hopper-v4")))
 
 
 @pytest.mark.parametrize("text", ["", HEADER, HEADER + "0,0,nan,1,,\n", HEADER + "0,0,one,1,,\n", "step\n3\n"])
@@ -177,5 +213,5 @@ def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.M
     assert len(lines) == 10
     assert all("--env Pendulum-v1" in line and "--total-steps 3000" in line for line in lines)
     assert (tmp_path / "runs" / "mine" / "td3" / "Pendulum-v1" / "5" / "evaluations.csv").exists()
-    with pytest.raises(InputError, match="does not run ppo on Pendulum-v1"):
+    with pytest.raises(InputError, match="suite mine has no run of ppo, which --names names"):
         compare.main(Args(tmp_path / "runs", suite=str(suite), names=("sac", "ppo"), tasks=("Pendulum-v1",)))

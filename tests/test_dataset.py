@@ -108,6 +108,16 @@ class TestRewards:
         with pytest.raises(InputError, match=r"all returns are equal.*--normalize-returns False"):
             load(path, normalize_returns=True)
 
+    def test_a_reward_that_is_not_finite_is_named(self, tmp_path: Path) -> None:
+        """Its place, not that returns are equal; the last of an episode has no transition, so its episode is named."""
+        for row, where in ((1, "transition 1"), (5, "episode 1")):
+            rewards = np.arange(6.0)
+            rewards[row] = np.nan if row == 1 else np.inf
+            path = str(make(tmp_path / f"{row}.hdf5", "..t..o", rewards=rewards))
+            with pytest.raises(InputError, match=f"rewards of {where} are not finite") as caught:
+                load(path, normalize_returns=True)
+            assert "equal" not in str(caught.value)
+
 
 class TestActions:
     def test_they_are_clipped_so_that_a_tanh_policy_can_take_them(self, path: str) -> None:

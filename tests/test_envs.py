@@ -228,8 +228,10 @@ def refuse() -> None:
 LARGEST = np.finfo(np.float32).max
 REFUSED = {
     "CartPole-v1": "continuous",
-    "HalfCheeta-v4": "Did you mean HalfCheetah-v4",
-    "HalfCheetah": "Did you mean HalfCheetah-v",
+    "HalfCheeta-v4": r"Did you mean HalfCheetah-v4, HalfCheetah-v5(?!, HalfCheetah)",
+    "HalfCheetah": r"Did you mean HalfCheetah-v5, HalfCheetah-v4(?!, HalfCheetah)",
+    "HalfCheetah-v1": r"Did you mean HalfCheetah-v5, HalfCheetah-v4(?!, HalfCheetah)",
+    "Cartpole-v1": "There is no environment Cartpole-v1. One of your own",
     "Zzzzzz-v0": "module:Name-v0",
     "": "module:Name-v0",
     "no_such_module:Thing-v0": "no_such_module:Thing-v0 does not import",
@@ -244,7 +246,7 @@ REFUSED = {
     "Graph-v0": "observations of Graph-v0",
     "Discrete-v0": "observations of Discrete-v0",
     "Fails-v0": "AssertionError no luck",
-    "HalfCheetah-v3": "HalfCheetah-v3 does not start",
+    "HalfCheetah-v3": r"v3 does not start[^\n]*\nDid you mean HalfCheetah-v5, HalfCheetah-v4(?!, HalfCheetah)",
 }
 
 
@@ -336,6 +338,7 @@ def test_own_module_in_the_current_folder(tmp_path: Path) -> None:
         ("mujoco", "HalfCheetah-v4", "pip install mujoco=="),
         ("mujoco", "AdroitHandPen-v1", "pip install mujoco=="),
         ("gymnasium_robotics", "Nothing-v0", "There is no environment Nothing-v0"),
+        ("Box2D", "BipedalWalker-v3", "needs Box2D, which is not installed: pip install 'gymnasium[box2d]==1.4.0'"),
     ],
 )
 def test_missing_packages_are_named(missing: str, env_id: str, cure: str) -> None:
@@ -363,6 +366,18 @@ def test_old_versions_make_no_noise_and_other_warnings_stay() -> None:
     assert "out of date" not in stderr
     assert "precision" not in stderr
     assert "upside-down" in stderr
+
+
+def test_the_notice_of_robotics_is_for_those_it_concerns() -> None:
+    """Gymnasium-Robotics prints it at each import: that Adroit's dense rewards changed within v1."""
+    pytest.importorskip("gymnasium_robotics")
+    others = ["AntMaze_UMaze-v5", "AdroitHandPen-v1", "AdroitHandDoorSparse-v1", "offline.environments:d4rl/door-v1"]
+    code = "from envs.make import make, make_vector\n"
+    made = run(code + "".join(f"make({each!r})\n" for each in others))
+    assert "reward functions" not in made.stderr
+    code += "for id in ('AdroitHandDoor-v1', 'AdroitHandDoor-v1', 'AdroitHandHammer-v1'): make(id)\n"
+    made = run(code + "make_vector('AdroitHandDoor-v1', 2, 0, vectorizer='async').close()\n")
+    assert made.stderr.count("reward functions were updated in v1.2.1") == 1
 
 
 def test_seeds() -> None:

@@ -58,6 +58,23 @@ def test_a_return_that_the_environment_gives_itself():
     assert [episode.return_ for episode in episodes] == [1.0, 1.5, 2.0]
 
 
+class Diverges(Countdown):
+    """Its third reward is not a number."""
+
+    def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        obs, reward, *rest = super().step(action)
+        return obs, np.nan if self.steps == 3 else reward, *rest
+
+
+def test_a_reward_that_is_not_finite_ends_the_evaluation():
+    """With its place: the second episode's third step; a shorter episode never gets there."""
+    assert evaluate(lambda obs: 2 * obs, [Diverges()], [1]) == [Episode(2.0, 2, False)]
+    with pytest.raises(
+        RunError, match="gave a reward that is not finite, nan, in step 3 of episode 1 of the evaluation"
+    ):
+        evaluate(lambda obs: 2 * obs, [Diverges(), Diverges()], [1, 5])
+
+
 def test_side_by_side_equals_one_by_one():
     """And raw rewards are reported, undiscounted: Hopper ends early under these actions, each episode elsewhere."""
     act = lambda obs: np.tanh(obs[:, :3]).astype(np.float32)  # noqa: E731

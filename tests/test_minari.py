@@ -217,6 +217,24 @@ class TestRemote:
         with pytest.raises(InputError, match=r"D4RL/pen/humn-v2 is not in .* did you mean .*D4RL/pen/human-v2"):
             load("D4RL/pen/humn-v2")
 
+    def test_no_network_is_noticed_before_the_library_retries(
+        self, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its own six tries take 25 s; what is wrong is the network, not the id, so no other id is suggested."""
+        tried: list[Any] = []
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        monkeypatch.setattr("offline.minari.download_dataset", lambda *asked, **_: tried.append(asked))
+        monkeypatch.delenv("MINARI_REMOTE", raising=False)
+        for proxy in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(proxy, raising=False)
+        for source in ("D4RL/pen/human-v2", "hf://farama-minari/D4RL/pen/human-v2"):
+            with pytest.raises(
+                InputError, match=r"127\.0\.0\.1:9 does not answer, 3 tries: .*bring that folder to"
+            ) as caught:
+                load(source)
+            assert "did you mean" not in str(caught.value)
+        assert tried == []
+
     def test_no_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: Any) -> None:
             raise ConnectionError("no route to host")

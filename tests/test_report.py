@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,19 @@ def test_pages_are_what_results_say(page):
     """Fails on a figure changed by hand, and on data that came without `make report`."""
     text = (ROOT / page).read_text()
     assert report.with_tables(text, report.TABLES[page]) == text
+
+
+def test_keep_without_arguments_prints_its_usage():
+    """What is missing, an example, and for a folder that is no run what a run has."""
+    for arguments, named in (
+        ([], ("missing: RUN ", "KEPT ", "for example: python bench/keep.py runs/", "--help")),
+        (["nowhere", "kept"], ("nowhere has no config.json: give a run folder",)),
+    ):
+        line = [sys.executable, str(ROOT / "bench" / "keep.py"), *arguments]
+        result = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) <= 2
+        assert all(each in result.stderr for each in named), result.stderr
 
 
 def test_interpolation():
