@@ -56,8 +56,7 @@ def is_done(job: Job) -> bool:
         if has_more_steps(record.read_text(), job.line):
             return False
         raise InputError(
-            f"{job.folder} was made by another command, {record.read_text().strip()}\n"
-            f"give another --folder, or delete {job.folder} and {record.name} to start afresh"
+            f"{job.folder} was made by another command, {record.read_text().strip()}\ngive another --folder"
         )
     return (job.folder / "DONE").exists()
 

@@ -108,15 +108,15 @@ class Run:
             self._check_folder()  # again: another run may have begun and ended here meanwhile
         except OSError as error:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
+        saved = None  # read before anything is changed: it may be unreadable
+        with contextlib.suppress(FileNotFoundError):
+            saved = checkpoint.load(self.folder / "checkpoint" / "state.pt")
         config = self.folder / "config.json"
         if self._grown or not config.exists():
             (self.folder / "DONE").unlink(missing_ok=True)
             facts = self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)}
             with checkpoint.replacing(config) as file:
                 file.write(json.dumps(facts, indent=2).encode())
-        saved = None
-        with contextlib.suppress(FileNotFoundError):
-            saved = checkpoint.load(self.folder / "checkpoint" / "state.pt")
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, self.args.num_envs, saved and saved["logger"], wandb_run)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -274,7 +274,7 @@ class Run:
             listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
             raise InputError(
                 f"{self.folder} was made by other arguments: {listed}\n"
-                f"give another --run-dir, or delete {self.folder} to start afresh"
+                "give the same arguments to resume it, or another --run-dir"
             )
         if grown:
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}

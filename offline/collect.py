@@ -152,8 +152,7 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     if differ:
         listed = ", ".join(f"{k} ({there.get(k)} there, {here[k]} here)" for k in differ if k != "sources")
         raise InputError(
-            f"{output} exists and holds other data: {listed or 'the policies are others'}\n"
-            "give another --output, or delete it"
+            f"{output} exists and holds other data: {listed or 'the policies are others'}\ngive another --output"
         )
     raise Finished(f"{output} exists already, made by the same command: nothing to do")
 

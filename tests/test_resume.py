@@ -196,6 +196,18 @@ def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
         module(algo).train(first)
 
 
+def test_a_longer_run_with_a_damaged_checkpoint_changes_nothing(small):
+    """The finished run stays finished: in version 0.1, DONE was gone and config.json rewritten."""
+    module("sac").train(args := small(total_steps=100))
+    state = args.run_dir / "checkpoint" / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    kept = [args.run_dir / name for name in ("config.json", "DONE", "evaluations.csv", "metrics.csv")]
+    before = [path.read_bytes() for path in kept]
+    with pytest.raises(InputError, match="damaged"):
+        module("sac").train(small(total_steps=200))
+    assert [path.read_bytes() for path in kept] == before
+
+
 def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch: pytest.MonkeyPatch):
     """As a notebook keeps the failed one alive; and what the process did at Ctrl-C it does again behind a run."""
     add, before = ReplayBuffer.add, signal.getsignal(signal.SIGINT)
