@@ -31,10 +31,10 @@ def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float])
     return {step: statistics.mean(values) for step, values in episodes.items()}
 
 
-def online() -> Curves:
-    """Returns of what learned from its environment alone: results/<algorithm>/<environment>/<seed>."""
+def online(folder: str = "") -> Curves:
+    """Return the returns of what learned online alone: results/<folder>/<algorithm>/<environment>/<seed>."""
     curves: Curves = defaultdict(dict)
-    for run in kept_runs(RESULTS):
+    for run in kept_runs(RESULTS / folder):
         curves[run.algo, run.task][run.seed] = means(run.rows, lambda row: float(row["return"]))
     return curves
 

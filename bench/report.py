@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.curves import online, published, successes
 from bench.figures import learning_figure, png
 from bench.offline_report import d3rlpy_table, expo_differences, expo_table, offline_table, online_table, wsrl_table
-from bench.online_report import learning_table
+from bench.online_report import learning_table, settings_table
 from bench.page import whole_page
 from bench.rounds import read_rounds
 from common.command_line import command_line
@@ -107,6 +107,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
+    "docs/ppo.md": {
+        "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
+    },
+    "docs/td3.md": {"td3 settings": partial(settings_table, "td3", "td3-authors", "the authors' setting", (100_000,))},
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
     "docs/wsrl.md": {"wsrl": wsrl_table, "wsrl longer": partial(wsrl_table, "wsrl-longer")},
     "docs/expo.md": {
