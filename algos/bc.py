@@ -87,7 +87,7 @@ class BC:
 def train(args: Args) -> Result:
     args = with_presets(args, {})  # nothing depends on the domain
     run = Run("bc", args)
-    switch = Switch(args, run, top=args.top)
+    switch = Switch(args, run, top=args.top, full_batch=args.batch_size)
     envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
     eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
@@ -116,7 +116,7 @@ def train(args: Args) -> Result:
         """The updates that belong to the last step."""
         nonlocal metrics
         metrics = {}
-        for _ in range(switch.updates(run.step, args.batch_size)):
+        for _ in range(switch.updates(run.step)):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)
 

@@ -295,6 +295,7 @@ def train(args: Args) -> Result:
     switch = Switch(
         args, run, args.reward_scale or 1.0, args.reward_shift or 0.0,
         discount=args.gamma if args.calibrated else None, failure=args.failure_reward,
+        full_batch=args.batch_size,
     )  # fmt: skip
     envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
     eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
@@ -324,7 +325,7 @@ def train(args: Args) -> Result:
         """The updates that belong to the last step."""
         nonlocal metrics
         metrics = {}
-        for _ in range(switch.updates(run.step, args.batch_size)):
+        for _ in range(switch.updates(run.step)):
             with run.logger.timed("update"):
                 metrics = update(run.step > 0, agent.imitates())
 

@@ -231,7 +231,10 @@ class IQL:
 def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("iql", args)
-    switch = Switch(args, run, normalize_returns=bool(args.normalize_returns), reward_shift=args.reward_shift or 0.0)
+    switch = Switch(
+        args, run, normalize_returns=bool(args.normalize_returns), reward_shift=args.reward_shift or 0.0,
+        full_batch=args.batch_size,
+    )  # fmt: skip
     envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
     eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
@@ -258,7 +261,7 @@ def train(args: Args) -> Result:
         """The updates that belong to the last step."""
         nonlocal metrics
         metrics = {}
-        for _ in range(switch.updates(run.step, args.batch_size)):
+        for _ in range(switch.updates(run.step)):
             agent.decay(run.step)
             with run.logger.timed("update"):
                 metrics = update(run.step > 0)

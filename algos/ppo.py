@@ -165,7 +165,7 @@ class PPO:
         self.optimizer = Adam(parameters, args.learning_rate, eps=args.adam_epsilon)
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device)
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma).to(device)
-        self.return_normalizer = RunningNormalizer(1).to(device)
+        self.return_normalizer = RunningNormalizer(1).to(device) if args.return_scaling else None
         self.args, self.device = args, device
 
     @acting
@@ -225,14 +225,14 @@ class PPO:
             if epoch == 0 or args.recompute_advantages:
                 with torch.no_grad():
                     values, next_values = self.critic(obs), self.critic(next_obs)
-                scale = 1.0 / self.return_normalizer.scale.item()  # 1, without return_scaling
+                scale = 1.0 / self.return_normalizer.scale.item() if self.return_normalizer else 1.0
                 old, new = (scale * v.view(rewards.shape).cpu().numpy() for v in (values, next_values))
                 advantages = torch.from_numpy(
                     generalized_advantages(rewards, old, new, terminations, dones, args.gamma, args.gae_lambda)
                 )
                 advantages = advantages.to(self.device).flatten()
                 returns = advantages / scale + values
-                if args.return_scaling:
+                if self.return_normalizer:
                     self.return_normalizer.update(scale * returns.unsqueeze(-1))
             data = obs, actions, log_probs, values, advantages, returns
             order = torch.randperm(len(obs), generator=self.generator, device=self.device)

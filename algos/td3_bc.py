@@ -176,7 +176,7 @@ class TD3BC:
 def train(args: Args) -> Result:
     args = with_presets(args, {})  # the paper has one setting for all domains
     run = Run("td3_bc", args)
-    switch = Switch(args, run)
+    switch = Switch(args, run, full_batch=args.batch_size)
     envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
     eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
     eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
@@ -204,7 +204,7 @@ def train(args: Args) -> Result:
 
     def learn() -> None:
         """The updates that belong to the last step."""
-        if not (updates := switch.updates(run.step, args.batch_size)):
+        if not (updates := switch.updates(run.step)):
             metrics.clear()
         for _ in range(updates):
             with run.logger.timed("update"):

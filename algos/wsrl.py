@@ -29,7 +29,7 @@ from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
 from common.acting import acting, uniform_actions
-from common.checkpoint import restore, state_of
+from common.checkpoint import exists, restore, state_of
 from common.command_line import command_line
 from common.errors import InputError
 from common.evaluate import evaluate
@@ -138,8 +138,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "antmaze": ANTMAZE,
     "maze2d": ANTMAZE | {"critic_hidden": (256, 256)},
     "adroit-binary": LOCOMOTION | {"offline_steps": 20_000, "hidden": (512, 512), "critic_hidden": (512,) * 3,
-                                   "calibrated": True, "cql_weight": 1.0, "reward_scale": 10.0, "reward_shift": 5.0,
-                                   "failure_reward": -1.0},
+        "calibrated": True, "cql_weight": 1.0, "reward_scale": 10.0, "reward_shift": 5.0, "failure_reward": -1.0},
     "kitchen": LOCOMOTION | {"hidden": (512,) * 3, "critic_hidden": (512,) * 3, "calibrated": True,
                              "importance_sampling": False, "reward_shift": -4.0},
 }  # fmt: skip
@@ -180,6 +179,7 @@ class WSRL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
+        assert None not in (args.hidden, args.critic_hidden, args.cql_weight, args.lagrange_gap), "see with_presets"
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
         self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
@@ -294,7 +294,7 @@ class WSRL:
             self.follow_critic()
             metrics |= critic_metrics
         if term is not None and self.args.lagrange_gap:
-            if online:  # one step, on all slices together
+            if len(batch.obs) > self.args.batch_size:  # one step, on all slices together
                 with torch.no_grad():
                     term = self.conservative_term(batch, self.critic(batch.obs, batch.actions))
             alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
@@ -313,7 +313,7 @@ def with_networks(args: Args) -> Args:
     if args.init_from is None:
         return args
     _, own = name_and_folder("wsrl", args)  # of a run that goes on: that of --init-from may be gone
-    theirs = run_config(own if (own / "checkpoint" / "state.pt").exists() else args.init_from)
+    theirs = run_config(own if exists(own / "checkpoint" / "state.pt") else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
     was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +20,7 @@ from common.errors import InputError, RunError
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 # Deleting a run is never the cure: a copy of the damaged file may exist.
 RESTORE_OR_RESTART = "restore the run folder from a copy, or give another --run-dir to start from scratch"
-_CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype, tuple)
+_CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
 
 
 def state_of(agent: object) -> dict[str, Any]:
@@ -37,17 +38,51 @@ def state_of(agent: object) -> dict[str, Any]:
             state[name] = value.get_state()
         elif isinstance(value, Tensor):
             state[name] = value.detach()
+        elif isinstance(value, np.number | np.bool_):
+            state[name] = value.item()
         elif isinstance(value, (np.ndarray, int | float)):
             state[name] = value
-        elif not (isinstance(value, _CONSTANTS) or dataclasses.is_dataclass(value) or callable(value)):
-            raise InputError(
-                f"{type(agent).__name__}.{name} is a {type(value).__name__}, which a checkpoint cannot hold\n"
-                "make it a tensor, an array, a number or an attribute of a network"
-            )
+        elif not (_is_constant(value) or dataclasses.is_dataclass(value) or callable(value)):
+            raise _not_saveable(agent, name, f"is a {type(value).__name__}")
     return state
 
 
-def restore(agent: object, state: dict[str, Any], otherwise: str = "give another --run-dir to start afresh") -> None:
+def _is_constant(value: object) -> bool:
+    return all(map(_is_constant, value)) if isinstance(value, tuple) else isinstance(value, _CONSTANTS)
+
+
+def _not_saveable(agent: object, name: str, what: str) -> InputError:
+    return InputError(
+        f"{type(agent).__name__}.{name} {what}, which a checkpoint cannot hold\n"
+        "make it a tensor, an array, a number or an attribute of a network"
+    )
+
+
+def require_saveable(agent: object) -> None:
+    """Raise InputError for an attribute of `agent` whose state would not come back from a checkpoint.
+
+    `state_of` knows kinds of attributes alone. This writes and reads each state, as a network or a scheduler may hold
+    anything.
+    """
+    for name, state in state_of(agent).items():
+        if getattr(vars(agent)[name], "cycle_momentum", False):
+            raise InputError(
+                f"{type(agent).__name__}.{name} cycles the momentum, which a captured update would not see\n"
+                "give it cycle_momentum=False"
+            )
+        data = io.BytesIO()
+        try:
+            torch.save(_as_tensors(state), data)
+            data.seek(0)
+            torch.load(data, weights_only=True)
+        except Exception as error:
+            kind = f"{type(error).__name__} {error}".splitlines()[0][:100]
+            raise _not_saveable(agent, name, f"has a state ({kind})") from None
+
+
+def restore(
+    agent: object, state: dict[str, Any], otherwise: str = "give another --run-dir to start from scratch"
+) -> None:
     """Puts back what `state_of` gave, into the same objects: an optimiser stays bound to its parameters.
 
     Raises InputError, which says what to do `otherwise`, where names or shapes differ.
@@ -138,6 +173,17 @@ def load(path: Path) -> dict[str, Any]:
     raise InputError(f"{path} is damaged ({reason}): {RESTORE_OR_RESTART}")
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is such a file. Raises InputError if this user may not look."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return True
+
+
 def read_bytes(path: Path) -> bytes:
     """Return the file's bytes.
 
@@ -148,13 +194,16 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise
-    except PermissionError as error:
-        cure = "give this user permission to read it and its folders"
-        raise InputError(f"{path} cannot be read ({error.strerror}): {cure}, then run the same command again") from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): see to that, then run the same command") from None
+        raise _unreadable(path, error) from None
     except MemoryError:
         raise _does_not_fit(path) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    allowed = isinstance(error, PermissionError)
+    cure = "give this user permission to read it and its folders" if allowed else "see to that"
+    return InputError(f"{path} cannot be read ({error.strerror}): {cure}, then run the same command again")
 
 
 def _does_not_fit(path: Path) -> InputError:
@@ -166,13 +215,13 @@ def _as_tensors(state: Any) -> Any:
     """Arrays as {"ndarray": tensor}: NumPy's own pickles are not among what PyTorch reads as mere data."""
     if isinstance(state, np.ndarray):
         return {"ndarray": torch.from_numpy(state)}
-    if isinstance(state, dict):
+    if isinstance(state, dict) and not isinstance(state, Counter):
         return {key: _as_tensors(value) for key, value in state.items()}
     return [_as_tensors(value) for value in state] if isinstance(state, list) else state
 
 
 def _as_arrays(state: Any) -> Any:
-    if isinstance(state, dict):
+    if isinstance(state, dict) and not isinstance(state, Counter):
         if state.keys() == {"ndarray"}:
             return state["ndarray"].numpy()
         return {key: _as_arrays(value) for key, value in state.items()}

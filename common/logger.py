@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint import RESTORE_OR_RESTART
+from common.checkpoint import RESTORE_OR_RESTART, read_bytes
 from common.errors import InputError, RunError
 from common.evaluate import Episode
 
@@ -203,14 +203,15 @@ class _AppendedFile:
         return self.file.tell()
 
 
-def read_evaluations(path: Path) -> tuple[int, list[Episode]]:
-    """Return the step and the episodes of the last evaluation in `evaluations.csv`; step 0 and none if it has none."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
-    step = int(last[0]["step"]) if last else 0
+def read_last_evaluation(path: Path) -> list[Episode]:
+    """Return the episodes of the last evaluation in `evaluations.csv`. Raises InputError if the file is damaged."""
     successes = {"": None, "0": False, "1": True}
-    return step, [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_bytes(path).decode())))
+        last = [row for row in rows if row["step"] == rows[-1]["step"]]
+        return [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
+    except (ValueError, KeyError, TypeError, FileNotFoundError):
+        raise InputError(f"{path} is missing or damaged: the run is complete, but not its evaluations") from None
 
 
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:

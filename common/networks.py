@@ -267,7 +267,8 @@ class Adam(torch.optim.Adam):
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        self.param_groups[0]["lr"].fill_(rate)
+        group = self.param_groups[0]
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -15,8 +15,8 @@ import torch
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("torch", "gymnasium", "mujoco", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # classic control needs no mujoco
+    for name in ("onramp", "torch", "gymnasium", "mujoco", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # onramp may not be installed, nor mujoco
             found[name] = importlib.metadata.version(name)
     return found
 

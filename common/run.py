@@ -22,7 +22,7 @@ from common.arguments import OffPolicyArgs, RunArgs
 from common.cuda import Captured, compiled, device
 from common.errors import Finished, InputError
 from common.evaluate import Act, Episode
-from common.logger import Logger, read_evaluations, start_wandb
+from common.logger import Logger, read_last_evaluation, start_wandb
 from common.onednn import keep_freed_memory
 from common.provenance import commit, hardware, versions
 from common.replay_buffer import ReplayBuffer
@@ -39,7 +39,7 @@ def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
 
 
 class Result(NamedTuple):
-    """The last evaluation of a finished run: its folder, the environment step, and one entry for each episode."""
+    """What a finished run gave: its folder, its last step, and the episodes of its last evaluation, if it had one."""
 
     folder: Path
     step: int
@@ -170,7 +170,7 @@ class Run:
 
     def acting(self, agent: Agent) -> Act:
         """Return the agent's `act`, for training. Raises InputError if a checkpoint cannot hold the agent."""
-        checkpoint.state_of(agent)  # what a checkpoint cannot hold is found here, not at the first checkpoint
+        checkpoint.require_saveable(agent)  # here, not at the first checkpoint
         act: Act = agent.act
         if not self._captures:
             return act
@@ -238,7 +238,7 @@ class Run:
         return self._result()
 
     def _result(self) -> Result:
-        return Result(self.folder, *read_evaluations(self.folder / "evaluations.csv"))
+        return Result(self.folder, self.last_step, read_last_evaluation(self.folder / "evaluations.csv"))
 
     def _close(self) -> None:
         """Leaves the process as it was."""

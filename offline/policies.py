@@ -102,13 +102,13 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
 def read_run(folder: Path) -> RunFolder:
     """Reads a run folder. Raises InputError where it is none, is damaged, or has no checkpoint yet."""
     config_path, state_path = folder / "config.json", folder / "checkpoint" / "state.pt"
-    if not config_path.is_file():
+    if not checkpoint.exists(config_path):
         raise InputError(f"{folder} is not a run folder: it has no config.json")
-    if not state_path.is_file():
+    if not checkpoint.exists(state_path):
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")
     state = checkpoint.load(state_path)
     try:
-        config = json.loads(config_path.read_text())
+        config = json.loads(checkpoint.read_bytes(config_path))
         algo, arguments, step = str(config["algo"]), dict(config["arguments"]), state["logger"]["step"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{config_path} is damaged, or was written by something else") from None

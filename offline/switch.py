@@ -124,11 +124,11 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
 
 def run_config(folder: Path) -> dict[str, Any]:
     """The config.json of a run folder that holds a checkpoint. Raises InputError where it is none."""
-    if not (folder / "checkpoint" / "state.pt").exists():
+    if not checkpoint.exists(folder / "checkpoint" / "state.pt"):
         raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        config: dict[str, Any] = json.loads(checkpoint.read_bytes(folder / "config.json"))
+    except (FileNotFoundError, ValueError):
         raise InputError(f"{folder}/config.json is missing or damaged: give another --init-from") from None
     return config
 
@@ -157,17 +157,19 @@ class Switch:
         discount: float | None = None,
         failure: float | None = None,
         online_returns: bool = True,
+        full_batch: int = 0,
     ) -> None:
         """The rewards' arguments are those of `offline.dataset.load`; online rewards get the same.
 
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
         `discount`: batches get returns-to-go with it (Cal-QL); an online episode is sampled once it is finished then.
         `failure`: as in `Dataset.return_to_go`, but of the raw reward. `online_returns`: false where they are needed
-        before the switch alone.
+        before the switch alone. `full_batch`: the first online update waits until there are more online transitions
+        than a batch of this size takes, as in WSRL's code; else half of the first batches would be one transition.
 
         Raises InputError as `load` does, and where nobody knows the dataset's environment.
         """
-        self.args, self._algo = args, run.config["algo"]
+        self.args, self._algo, self._full_batch = args, run.config["algo"], full_batch
         self.dataset = load(
             args.dataset, run.device, reward_scale=reward_scale, reward_shift=reward_shift,
             normalize_returns=normalize_returns, compat=args.d4rl_compat, horizon=args.horizon,
@@ -192,7 +194,7 @@ class Switch:
             self._returns_to_go = torch.from_numpy(to_go).to(run.device)
         self._order: Tensor | None = None
         self._fingerprint = self.dataset.fingerprint()
-        new = not (run.folder / "checkpoint" / "state.pt").exists()
+        new = not checkpoint.exists(run.folder / "checkpoint" / "state.pt")
         self._begins_with = args.init_from if new else None
 
     def begin(
@@ -266,11 +268,11 @@ class Switch:
         )
         if self._bounds_exceed_values():
             run.logger.say(
-                "warning: negative rewards end at truncations, so there Cal-QL's bound is above the true value\n"
+                "warning: rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
                 "if every step without success pays the same, give that reward as --failure-reward"
             )
-        if self.args.retain == "none":
-            run.warn_if_idle(self.args.warmup_steps, "--warmup-steps")
+        warmup = self.args.warmup_steps if self.args.retain == "none" else 0
+        run.warn_if_idle(max(warmup, self.online_share(self._full_batch)), "--warmup-steps, or the first batch,")
         if saved:
             if saved["dataset"] != self._fingerprint:
                 raise InputError(
@@ -282,11 +284,13 @@ class Switch:
         return saved
 
     def _bounds_exceed_values(self) -> bool:
-        """Whether some return-to-go is a finite sum of negative rewards that would continue after a truncation."""
+        """Return whether rewards before some truncation are negative: their sum ends there, the true value does not."""
         if self.discount is None or self.failure is not None:
             return False
-        truncated = self.dataset.truncations[self.dataset.ends - 1]
-        return bool((truncated & (self.dataset.returns() < 0)).any())
+        data, horizon = self.dataset, round(1.0 / max(1.0 - self.discount, 1e-9))
+        sums = np.append(0.0, data.column("rewards").cumsum(dtype=np.float64))
+        tails = sums[data.ends] - sums[np.maximum(data.starts, data.ends - horizon)]
+        return bool((data.truncations[data.ends - 1] & (tails < 0)).any())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beside the online transitions."""
@@ -335,16 +339,12 @@ class Switch:
             return 0
         return batch_size - (round(self.args.offline_ratio * batch_size) if self.args.retain == "mix" else 0)
 
-    def updates(self, step: int, batch_size: int = 0) -> int:
-        """Return how many updates belong to the step that ended at `step`.
-
-        The first waits until there are more online transitions than a batch of `batch_size` takes, as in WSRL's code.
-        Else half of the first batches would be one transition.
-        """
+    def updates(self, step: int) -> int:
+        """Return how many updates belong to the step that ended at `step`."""
         if step <= 0:
             return 1
         frozen = self.args.retain == "none" and step <= self.args.warmup_steps
-        waits = self.args.retain != "append" and self.online.added <= self.online_share(batch_size)
+        waits = self.args.retain != "append" and self.online.added <= self.online_share(self._full_batch)
         return 0 if frozen or waits else self.args.utd * self.args.num_envs
 
     def evaluates(self, run: Run) -> bool:
