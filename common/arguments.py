@@ -79,7 +79,9 @@ class RunArgs:
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("seed", "eval_episodes")
     any_sign: ClassVar[tuple[str, ...]] = ()
-    may_grow: ClassVar[tuple[str, ...]] = ()  # what a run can be given more of: nothing before its end depends on it
+    may_grow: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what a run can be given more of: only --overlap's last updates depend on its end
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""

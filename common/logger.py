@@ -207,7 +207,10 @@ def read_last_evaluation(path: Path) -> list[Episode]:
     """Return the episodes of the last evaluation in `evaluations.csv`. Raises InputError if the file is damaged."""
     successes = {"": None, "0": False, "1": True}
     try:
-        rows = list(csv.DictReader(io.StringIO(read_bytes(path).decode())))
+        table = csv.DictReader(io.StringIO(read_bytes(path).decode()))
+        rows = list(table)
+        if table.fieldnames != list(EVALUATIONS):
+            raise ValueError
         last = [row for row in rows if row["step"] == rows[-1]["step"]]
         return [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
     except (ValueError, KeyError, TypeError, FileNotFoundError):

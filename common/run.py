@@ -129,6 +129,10 @@ class Run:
             self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
             return None
         self.logger.say(f"{self.name}: goes on from step {self.logger.step:,}, on {self.device}, in {self.folder}")
+        if self._grown and self._overlaps:
+            self.logger.say(
+                "note: the updates of its last step are done already, one action earlier than in a longer run"
+            )
         before = json.loads(config.read_text())["versions"]
         if before != self.config["versions"]:
             changed = [name for name, version in versions().items() if before.get(name) != version]

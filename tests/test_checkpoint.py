@@ -1,5 +1,6 @@
 """State in, state out; files whole or not there."""
 
+import enum
 import errno
 import os
 from collections import deque
@@ -16,6 +17,8 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -162,6 +165,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path):
 SCHEDULES: dict[str, Callable[[Adam], LRScheduler]] = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 30, 1e-5),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+    "milestones": lambda optimizer: MultiStepLR(optimizer, [3, 8, 13], 0.5),
     "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.3, patience=2),
     "warm-up, then decay": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, 0.1, total_iters=5), ExponentialLR(optimizer, 0.9)], [5]
@@ -198,6 +202,50 @@ def test_a_scheduled_learning_rate_resumes_exactly(name: str, tmp_path: Path):
         assert agent.optimizer.lr == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-12)
         torch.testing.assert_close(agent.weights, plain)
     assert len(rates) > 3
+
+
+class Remembering(LRScheduler):
+    """A scheduler of a user's own, whose state is what it was given."""
+
+    def __init__(self, optimizer: Adam, held: object) -> None:
+        self.held = held
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@pytest.mark.parametrize(
+    ("attribute", "why"),
+    [
+        (lambda adam: Remembering(adam, deque()), "has a state"),
+        (lambda adam: Remembering(adam, lambda: 0.1), "has a state"),
+        (lambda _: np.array(["a"]), "has a state"),
+        (lambda _: np.array([{}], object), "has a state"),
+        (lambda _: Level.LOW, "has a state"),
+        (lambda _: (torch.ones(2), torch.zeros(2)), "is a tuple"),
+        (lambda adam: OneCycleLR(adam, 0.1, 10), "cycles the momentum, which a captured update would not see"),
+    ],
+    ids=["deque", "lambda", "strings", "objects", "enum", "tensors", "momentum"],
+)
+def test_a_state_that_would_not_come_back_is_refused(attribute: Callable[[Adam], object], why: str):
+    """In version 0.1 at the first checkpoint with a traceback, at the resume, or never."""
+    learner = agent()
+    checkpoint.require_saveable(learner)
+    learner.extra = attribute(learner.actor_optimizer)
+    with pytest.raises(InputError, match=rf"SAC\.extra {why}"):
+        checkpoint.require_saveable(learner)
+
+
+def test_a_numpy_number_is_a_number():
+    learner, other = agent(), agent()
+    learner.level, other.level = np.float32(0.5), np.float32(0)
+    restore(other, state_of(learner))
+    assert other.level == 0.5
 
 
 @every_algorithm

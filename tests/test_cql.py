@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -453,6 +454,22 @@ def test_pre_training_is_as_long_as_its_sources(domain: str, steps: int):
 def test_cal_ql_warns_of_bounds_that_are_too_high(small, changed: dict[str, Any], warns: bool, capsys):
     """Pendulum pays less than 0 at each step and is cut after 200: the sum ends there, the true value does not."""
     train(small("cql", **{"offline_steps": 2, "online_steps": 0, "calibrated": True} | changed))
+    assert ("exceed the true values" in capsys.readouterr().err) is warns
+
+
+@pytest.mark.parametrize(("last", "warns"), [(-1.0, True), (1.0, False)])
+def test_the_end_of_an_episode_decides_that_warning(small, tmp_path: Path, last: float, warns: bool, capsys):
+    """Rewards before the truncation, not the sum of the whole episode, which a bonus may make positive."""
+    rewards = np.full(200, last, np.float32)
+    rewards[3] = -500.0 * last
+    with h5py.File(PENDULUM) as source, h5py.File(tmp_path / "data.hdf5", "w") as file:
+        for name in ("observations", "actions", "terminals", "timeouts", "next_observations"):
+            if name in source:
+                file[name] = source[name][:200]
+        file["rewards"] = rewards
+        for name, value in source.attrs.items():
+            file.attrs[name] = value
+    train(small("cql", dataset=str(tmp_path / "data.hdf5"), offline_steps=2, online_steps=0, gamma=0.9))
     assert ("exceed the true values" in capsys.readouterr().err) is warns
 
 

@@ -272,6 +272,13 @@ def test_learning_rate_falls_linearly(small, monkeypatch: pytest.MonkeyPatch, de
     np.testing.assert_allclose(rates, 3e-4 * np.array(shares))
 
 
+def test_version_0_1_s_checkpoints_still_fit():
+    """The returns' statistics are part of the state only if they are used."""
+    assert "return_normalizer" not in state_of(PPO(Args(**SMALL["ppo"]), 3, 2, torch.device("cpu")))
+    scaled = PPO(Args(**(SMALL["ppo"] | {"return_scaling": True})), 3, 2, torch.device("cpu"))
+    assert "return_normalizer" in state_of(scaled)
+
+
 def test_gains_and_epsilon_are_what_was_asked_for():
     """An orthogonal layer with fewer outputs than inputs has rows of the gain's length."""
     agent = PPO(Args(**(SMALL["ppo"] | {"actor_gain": 0.5, "critic_gain": 3.0, "adam_epsilon": 1e-3})), 3, 2,

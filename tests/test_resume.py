@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,23 @@ def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
     assert json.loads((first.run_dir / "DONE").read_text()) == {"step": 402}
     with pytest.raises(InputError, match=f"{name} \\(400 there, 200 here\\)"):
         module(algo).train(first)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda text: text[:-9], lambda text: "", lambda text: text.replace("return", "r"), lambda text: "\udc80"],
+    ids=["cut", "empty", "column", "bytes"],
+)
+def test_a_finished_run_without_its_evaluations(damage: Callable[[str], str], small):
+    """The message names the file; the run itself is whole. Without evaluations asked for, there are none."""
+    result = module("sac").train(small(total_steps=60, eval_episodes=0))
+    assert (result.step, result.episodes) == (60, [])
+    args = small(total_steps=60, run_dir=result.folder.with_name("other"))
+    module("sac").train(args)
+    path = args.run_dir / "evaluations.csv"
+    path.write_text(damage(path.read_text()), errors="surrogateescape")
+    with pytest.raises(InputError, match=r"evaluations\.csv is missing or damaged: the run is complete"):
+        module("sac").train(args)
 
 
 def test_a_longer_run_with_a_damaged_checkpoint_changes_nothing(small):

@@ -1,6 +1,8 @@
 """The switch: what is sampled before it and behind it, when the policy is frozen, and when evaluations are due."""
 
 import csv
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,14 @@ import pytest
 import torch
 from conftest import OFFLINE, PENDULUM, final_state, module, replay_bytes, same, stored
 from d4rl_file import make
+from test_bad_input import bound_by_permissions
 
 from algos.iql import PRESETS, Args
 from common.errors import InputError
 from common.replay_buffer import Batch
 from common.run import Run
 from offline.dataset import load
+from offline.policies import read_run
 from offline.switch import Switch, domain, with_presets
 
 
@@ -30,12 +34,13 @@ def switch(tmp_path: Path) -> Any:
         shift: float = 0.0,
         discount: float | None = None,
         failure: float | None = None,
+        full_batch: int = 0,
         **changed: Any,
     ) -> Switch:
         path = make(tmp_path / "data.hdf5", ".............................t", actions=np.zeros((30, 1)))
         args = Args(dataset=str(path), env="Pendulum-v1", run_dir=tmp_path / "run", online_steps=100, **changed)
         args.num_envs = num_envs
-        made = Switch(args, Run("iql", args), scale, shift, discount=discount, failure=failure)
+        made = Switch(args, Run("iql", args), scale, shift, discount=discount, failure=failure, full_batch=full_batch)
         for i in range(online):
             made.add(
                 *(np.full((1, n) if n else 1, 1000.0 + i) for n in (2, 1, 0, 2)), np.zeros(1, bool), np.zeros(1, bool)
@@ -103,8 +108,8 @@ def test_online_rewards_are_scaled_as_the_datasets(switch: Any) -> None:
     ],
 )
 def test_updates(switch: Any, retain: str, num_envs: int, expected: dict[int, int]) -> None:
-    made = switch(retain=retain, num_envs=num_envs, warmup_steps=7, utd=3)
-    assert {step: made.updates(step, batch_size=4) for step in expected} == expected
+    made = switch(retain=retain, num_envs=num_envs, warmup_steps=7, utd=3, full_batch=4)
+    assert {step: made.updates(step) for step in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,18 @@ def test_the_first_online_update_has_a_full_batch(
     optimizer = "actor_optimizer" if algo == "bc" else "critic_optimizer"
     updates = int(final_state(args.run_dir)["agent"][optimizer]["state"][0]["step"])
     assert updates == 40 - first + 1
+
+
+@pytest.mark.parametrize("retain", ["mix", "none"])
+def test_an_online_phase_without_a_full_batch_warns(
+    retain: str, small: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 256 transitions, 128 or all of them online ones: in 100 steps nothing is learned."""
+    module("iql").train(small("iql", retain=retain, batch_size=256, offline_steps=0, online_steps=100, warmup_steps=0))
+    assert (
+        "nothing is learned in 100 environment steps: --warmup-steps, or the first batch, are"
+        in capsys.readouterr().err
+    )
 
 
 def test_evaluations_are_due_on_both_sides_of_the_switch(switch: Any) -> None:
@@ -375,6 +392,26 @@ class TestRuns:
         assert steps == {0}
         said = capsys.readouterr().err
         assert said.count("nothing is learned in 1,000 environment steps: --warmup-steps") == 1
+
+    @pytest.mark.parametrize("place", ["checkpoint", "config.json", "checkpoint/state.pt"])
+    def test_a_run_that_may_not_be_read_gives_the_reason(self, place: str, small: Any) -> None:
+        """At a resume, with --init-from and as a policy: in version 0.1 a traceback, or "damaged"."""
+        with tempfile.TemporaryDirectory() as home:  # another user may read it, unlike pytest's own
+            os.chmod(home, 0o755)
+            folder = Path(home, "first")
+            first = small("iql", offline_steps=20, online_steps=0, run_dir=folder)
+            module("iql").train(first)
+            (folder / "DONE").unlink()
+            begun = small("iql", offline_steps=0, online_steps=10, init_from=folder, run_dir=Path(home, "second"))
+            path = folder / place
+            mode = path.stat().st_mode
+            path.chmod(0)
+            with bound_by_permissions(folder):
+                for use in (lambda: module("iql").train(first), lambda: module("iql").train(begun),
+                            lambda: read_run(folder)):  # fmt: skip
+                    with pytest.raises(InputError, match=rf"{place}\S* cannot be read \(Permission denied\): .*permi"):
+                        use()
+            path.chmod(mode)
 
     def test_another_dataset_at_resume_is_refused(self, small: Any, tmp_path: Path) -> None:
         path = tmp_path / "data.hdf5"

@@ -238,6 +238,8 @@ def test_the_multiplier_steps_once_on_all_slices() -> None:
     assert [size for size, _ in terms] == [16] * 4 + [64]
     assert given == [terms[-1][1]]
     assert int(agent.multiplier_optimizer.step_count) == 1
+    assert agent.multiplier_optimizer.lr == 1e-3
+    assert abs(agent.multiplier.item() - before) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, and no second
     assert np.sign(agent.multiplier.item() - before) == np.sign(given[0] - 0.8)
 
 
