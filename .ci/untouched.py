@@ -3,10 +3,10 @@
     .venv/bin/python .ci/untouched.py make test
 
 Before the command, every algorithm trains half way into `runs/`, where a user's own runs are. After the command:
-- every file has its size, time and bytes, and no other file is there: both what git tracks and what it does not;
-- no file or folder that git ignores was read, by its access time.
+- every file has its size, time and bytes, every link its target, and no file, link or folder is new or missing;
+- no file or folder that git does not track was read, by its access time, whether git ignores it or not.
 
-Virtual environments and caches are left out. The runs made here are removed at the end.
+Virtual environments, caches and git's own folder are left out. The runs made here are removed at the end.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = (".venv*", "__pycache__", ".*_cache", "*.egg-info")  # of make setup, lint and test themselves
+OURS = (".git", ".venv*", "__pycache__", ".*_cache", "*.egg-info")  # of git, make setup, lint and test
 
 
 @contextlib.contextmanager
 def runs_of_every_algorithm() -> Iterator[None]:
-    """Put a run of each, killed after its first checkpoint, where the command line would. A user's own run stays."""
+    """Train each into its folder in `runs/` and kill it after its first checkpoint. A user's own run stays."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from conftest import OFFLINE, SMALL, arguments_of, flags, killed_at, module
 
@@ -49,25 +49,42 @@ def runs_of_every_algorithm() -> Iterator[None]:
             (ROOT / "runs").rmdir()  # if it is empty
 
 
-def files(root: Path, *options: str) -> set[Path]:
-    """Those that `git ls-files` lists, without environments and caches."""
-    listed = subprocess.run(["git", "ls-files", "-z", *options], cwd=root, capture_output=True, text=True, check=True)
-    paths = [Path(name) for name in listed.stdout.split("\0") if name]
-    ours = {path for path in paths if any(fnmatch.fnmatch(part, each) for part in path.parts for each in OURS)}
-    return {root / path for path in paths if path not in ours and (root / path).is_file()}
+def is_ours(name: str) -> bool:
+    """Return whether a file or folder of this name is an environment, a cache or git's."""
+    return any(fnmatch.fnmatch(name, each) for each in OURS)
 
 
-def states(root: Path) -> dict[Path, tuple[int, int, str]]:
-    """Size, time of the last change and a hash of each file, tracked or not."""
-    found = {}
-    for path in files(root) | files(root, "--others"):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path] = path.stat().st_size, path.stat().st_mtime_ns, digest
+def entries(root: Path) -> Iterator[Path]:
+    """Yield every file, link and folder below `root`, without environments and caches."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not is_ours(name)]
+        yield from (Path(folder, name) for name in (*folders, *names) if not is_ours(name))
+
+
+def tracked(root: Path) -> set[Path]:
+    """Return the files that git tracks, and their folders."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    paths = {root / name for name in listed.split("\0") if name}
+    return paths | {parent for path in paths for parent in path.parents}
+
+
+def states(root: Path) -> dict[Path, tuple[object, ...]]:
+    """Return of each file its size, time of the last change and hash, of a link its target, of a folder nothing."""
+    found: dict[Path, tuple[object, ...]] = {}
+    for path in entries(root):
+        if path.is_symlink():
+            found[path] = (os.readlink(path),)
+        elif path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path] = path.stat().st_size, path.stat().st_mtime_ns, digest
+        else:
+            found[path] = ()
     return found
 
 
-def reset_access_times(paths: set[Path]) -> None:
+def reset_access_times(paths: Iterable[Path]) -> None:
+    """Set them to 0, so that any later read shows."""
     for path in paths:
         os.utime(path, ns=(0, path.stat().st_mtime_ns))
 
@@ -75,9 +92,7 @@ def reset_access_times(paths: set[Path]) -> None:
 def run_untouched(root: Path, command: list[str]) -> int:
     """Run `command` in this folder and return its exit status, or 1 if it read or wrote what it must not."""
     before = states(root)
-    private = files(root, "--others", "--ignored", "--exclude-standard")
-    tracked = {parent for path in files(root) for parent in path.parents}
-    private |= {parent for path in private for parent in path.parents if root in parent.parents} - tracked
+    private = {path for path in before.keys() - tracked(root) if not path.is_symlink()}
     reset_access_times(private)
     for path in [path for path in private if path.is_file()][:1]:
         path.read_bytes()

@@ -81,7 +81,8 @@ class Comparison:
 
 def compare(args: Args) -> Comparison:
     """Reads the scores that are there and applies the test. Raises InputError where something does not fit."""
-    names, tasks = _what(args)
+    there = [] if args.names and args.tasks else runs_in(args.folder)
+    names, tasks = chosen(args, str(args.folder), there)
     pairs = [pair for pair in itertools.combinations(names, 2) if args.against in (None, *pair)]
     scores: dict[Run, float] = {}
     steps: dict[str, int | None] = {}
@@ -92,24 +93,33 @@ def compare(args: Args) -> Comparison:
     return Comparison(names, tasks, steps, scores, decide(blocks, pairs, args.design), args.design)
 
 
-def _what(args: Args) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names and tasks, of the folder unless given."""
-    names = args.names or tuple(
-        sorted({path.parent.parent.parent.name for path in args.folder.glob(f"*/*/*/{EVALUATIONS}")})
-    )
-    if not names:
+def runs_in(folder: Path) -> list[tuple[str, str]]:
+    """Return the (name, task) of every run in a folder, sorted. Raises InputError if it holds none or is absent."""
+    paths = {path.parent.parent for path in folder.glob(f"*/*/*/{EVALUATIONS}")}
+    if not paths:
         raise InputError(
-            f"{args.folder} holds no run, <name>/<task>/<seed>/evaluations.csv: give the folder of a sweep's suite, or "
-            "the --suite to run"
+            f"{folder} holds no run, <name>/<task>/<seed>/evaluations.csv: give the folder of a sweep's suite, or the "
+            "--suite to run"
         )
+    return sorted((path.parent.name, path.name) for path in paths)
+
+
+def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names and the tasks to compare: those given, else those that `where` has.
+
+    `there`: the (name, task) of each of its runs. Raises InputError if they are no comparison.
+    """
+    names = args.names or tuple(dict.fromkeys(name for name, _ in there))
     if len(set(names)) < 2 or len(set(names)) < len(names):
-        raise InputError(f"a comparison needs two or more different --names: {args.folder} gives {', '.join(names)}")
+        found = ("you gave " if args.names else f"{where} has only ") + ", ".join(names)
+        raise InputError(f"a comparison needs two or more different --names: {found}")
     if args.against not in (None, *names):
         raise InputError(f"--against is {args.against}: give one of {', '.join(names)}")
-    there = [{path.parent.parent.name for path in (args.folder / name).glob(f"*/*/{EVALUATIONS}")} for name in names]
-    tasks = args.tasks or tuple(sorted(set.intersection(*there)))
+    tasks = args.tasks or tuple(
+        task for task in dict.fromkeys(task for _, task in there) if {(name, task) for name in names} <= {*there}
+    )
     if not tasks:
-        raise InputError(f"{args.folder} holds no task that {', '.join(names)} all have: give --tasks")
+        raise InputError(f"{where} has no task that {', '.join(names)} all have: give other --names, or --tasks")
     return names, tasks
 
 
@@ -143,7 +153,9 @@ def read_curve(path: Path, column: str) -> Curve:
     except (KeyError, TypeError, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} does not give {column} as numbers by step ({error}): try another --column") from None
     if not curve or not np.isfinite(list(curve.values())).all():
-        raise InputError(f"{path} holds no evaluation, or one that is not finite: train that seed in another --folder")
+        raise InputError(
+            f"{path} holds no evaluation, or one that is not finite: move that run's folder away and train it again"
+        )
     return curve
 
 
@@ -220,11 +232,9 @@ def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
     seeds = list(range(1, args.seeds * args.interims + 1))
     found = jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
     by_run = {(job.folder.parts[-3], job.folder.parts[-2], job.seed): job for job in found}
-    names = args.names or tuple(dict.fromkeys(name for name, _, _ in by_run))
-    tasks = args.tasks or tuple(
-        task for task in dict.fromkeys(t for _, t, _ in by_run) if _all_have(by_run, names, task)
-    )
-    refuse_unknown(f"suite {suite}", names, tasks, {(name, task) for name, task, _ in by_run})
+    there = list(dict.fromkeys((name, task) for name, task, _ in by_run))
+    refuse_unknown(args, f"suite {suite}", there, "to run a new one, add it to that suite")
+    names, tasks = chosen(args, f"suite {suite}", there)
     if lacking := [f"{name} on {task}" for name in names for task in tasks if (name, task, 1) not in by_run]:
         raise InputError(f"suite {suite} does not run {', '.join(lacking)}: give other --names or --tasks")
 
@@ -237,29 +247,23 @@ def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
     return dataclasses.replace(args, folder=args.folder / suite, names=names, tasks=tasks), run
 
 
-def _all_have(runs: Iterable[Run], names: Sequence[str], task: str) -> bool:
-    return {name for name, t, _ in runs if t == task} >= set(names)
-
-
-def refuse_unknown(where: str, names: Iterable[str], tasks: Iterable[str], known: set[tuple[str, str]]) -> None:
-    """Raise InputError for the first that is in no pair of `known`, (name, task): a typing error is no new task."""
-    for flag, given, column in (("--names", names, 0), ("--tasks", tasks, 1)):
-        there = sorted({pair[column] for pair in known})
+def refuse_unknown(args: Args, where: str, there: Sequence[tuple[str, str]], cure: str) -> None:
+    """Raise InputError for the first of --names and --tasks that no run in `there` has: a typing error is not new."""
+    for flag, given, column in (("--names", args.names, 0), ("--tasks", args.tasks, 1)):
+        known = sorted({pair[column] for pair in there})
         for each in given:
-            if each not in there:
-                close = difflib.get_close_matches(each, there, n=3) or there
-                cure = f"did you mean {', '.join(close)}? A new one belongs in a suite, which --suite runs"
-                raise InputError(f"{where} has no run of {each}, which {flag} names: {cure}")
+            if each not in known:
+                close = difflib.get_close_matches(each, known, n=3)
+                hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
+                raise InputError(f"{where} has no run of {each}, which {flag} names: {hint}\n{cure}")
 
 
 def main(args: Args) -> None:
     at_least(1, last=args.last)
     at_least(0, step=args.step)
     if args.suite is None:
-        runs = args.folder.glob(f"*/*/*/{EVALUATIONS}")
-        known = {(run.parent.parent.parent.name, run.parent.parent.name) for run in runs}
-        if known:
-            refuse_unknown(str(args.folder), args.names, args.tasks, known)
+        new = "to run a new one, add it to a suite and give that --suite"
+        refuse_unknown(args, str(args.folder), runs_in(args.folder), new)
         sys.stdout.write(report(compare(args)))
     else:
         until_decided(*of_suite(args, args.suite))

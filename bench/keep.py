@@ -36,12 +36,17 @@ class Kept(NamedTuple):
 
 
 def keep(run: Path, kept: Path) -> None:
-    """Of a path only the last part stays, or where that is a seed the last three, of the run's own folder nothing; of
-    metrics.csv how long the run took.
+    """Write what the report needs of `run` to `kept`.
+
+    Of a path only the last part stays, or the last three if that part is a seed. Of the run's own folder nothing
+    stays, and of metrics.csv how long the run took. Raises InputError if config.json is not a run's.
     """
-    config = json.loads((run / "config.json").read_text())
-    arguments = config["arguments"]
-    paths = {name: Path(arguments[name]) for name in PATHS if arguments.get(name)}
+    try:
+        config = json.loads((run / "config.json").read_text())
+        arguments = config["arguments"]
+        paths = {name: Path(arguments[name]) for name in PATHS if arguments.get(name)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{run / 'config.json'} does not hold a run's arguments: give a run folder") from None
     arguments |= {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
     arguments.pop("run_dir", None)
     if (run / "metrics.csv").exists():
@@ -87,9 +92,9 @@ def kept_runs(folder: Path) -> Iterator[Kept]:
 @dataclass(frozen=True)
 class Args:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run folder: config.json, evaluations.csv, and metrics.csv if it is there."""
+    """A run folder, which holds config.json and evaluations.csv."""
     kept: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="KEPT")]
-    """Where to keep it: results/<...>/<algorithm>/<environment or dataset>/<seed>."""
+    """The folder to keep it in: results/<...>/<algorithm>/<environment or dataset>/<seed>."""
 
 
 def main(args: Args) -> None:

@@ -79,5 +79,8 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
     example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)
     if missing := re.match(r"Missing from \S+: (.*)", wrong):
-        wrong = f"missing: {missing[1].replace(' (required)', '')}{f'; for example: {example[1]}' if example else ''}"
-    raise InputError(f"{wrong}{f' (perhaps {meant[1]}?)' if meant else ''}\nsee --help for all flags")
+        needed = re.findall(r"((?:--\S+ )?\S+) (.*?)\.? \(required\)", missing[1])
+        wrong = f"give {' and '.join(f'{name} ({text})' for name, text in needed)}"
+    hint = f" (perhaps {meant[1]}?)" if meant else ""
+    line = f"for example: {example[1]}; or " if missing and example else ""
+    raise InputError(f"{wrong}{hint}\n{line}see --help for all flags")

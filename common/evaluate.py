@@ -15,8 +15,9 @@ LONGEST = 100_000  # steps of an episode: nobody would see that one never ends
 
 
 class Episode(NamedTuple):
-    """Undiscounted return of raw rewards, or what the environment's `info["return"]` says it is; steps; whether any
-    step succeeded (None: no notion of success).
+    """Return, length in steps, and whether any step succeeded (None: the environment has no success).
+
+    The return is the undiscounted sum of raw rewards, or the environment's own `info["return"]`.
     """
 
     return_: float
@@ -25,11 +26,11 @@ class Episode(NamedTuple):
 
 
 def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) -> list[Episode]:
-    """One episode in each environment, all stepped together: `act` maps obs [n, obs_dim] to actions [n, action_dim].
+    """Run one episode in each environment, all stepped together.
 
-    Every call resets with the same seeds, so that evaluations differ by the policy alone, leave no state behind, and
-    change nothing in training however often they are done. Raises RunError where an episode does not end, or a reward
-    is not finite.
+    `act` maps obs [n, obs_dim] to actions [n, action_dim]. Every call resets with the same seeds, so evaluations differ
+    by the policy alone. They keep no state and change nothing in training. Raises RunError if an episode does not end,
+    or if a reward or `info["return"]` is not finite.
     """
     if not envs:
         return []
@@ -44,9 +45,11 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
             returns[i] = info.get("return", returns[i] + float(reward))
             lengths[i] += 1
             if not math.isfinite(returns[i]):
+                what = "return" if math.isfinite(reward) else f"reward of {reward}"
+                what = f'info["return"] of {returns[i]}' if "return" in info else what
                 raise RunError(
-                    f"the environment gave a reward that is not finite, {reward}, in step {lengths[i]:,} of episode "
-                    f"{i} of the evaluation: see whether it diverges (actions, time step), or give another --env"
+                    f"the environment gave a non-finite {what} in step {lengths[i]:,} of evaluation episode {i}\n"
+                    "see whether it diverges (actions, time step), or give another --env"
                 )
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])
@@ -54,7 +57,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
         running = running[going_on]
         if len(running) and lengths[running[0]] >= LONGEST:  # all that run are as long
             raise RunError(
-                f"an episode of the evaluation did not end in {LONGEST:,} steps: register the environment with "
-                "max_episode_steps"
+                f"an evaluation episode did not end in {LONGEST:,} steps: "
+                "register the environment with max_episode_steps"
             )
     return [Episode(*episode) for episode in zip(returns.tolist(), lengths.tolist(), successes, strict=True)]

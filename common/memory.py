@@ -110,8 +110,8 @@ def report_out_of_memory(function: Callable[P, T]) -> Callable[P, T]:
                 raise
             reason = " ".join(str(error).split())[:150]
             raise RunError(
-                f"there is not enough memory ({reason}): free some, raise the limit of this process (ulimit -v) or of "
-                "its container, or give smaller networks, batches or a smaller --buffer-size"
+                f"there is not enough memory ({reason}). Free some, raise the limit of this process (ulimit -v) or its "
+                "container, or give smaller networks, batches or --buffer-size"
             ) from None
 
     return wrapped

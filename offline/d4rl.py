@@ -232,7 +232,8 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     kept_before = np.concatenate([[0], np.cumsum(keep)])
     ends = kept_before[last_rows + 1]
     some = np.diff(ends, prepend=0) > 0
-    lost = np.where(keep[last_rows], np.nan, rewards[last_rows])
+    lost = np.where(np.isnan(rewards), np.inf, rewards)[last_rows]  # NaN marks an episode that lost none
+    lost[keep[last_rows]] = np.nan
     if not some.any():
         raise InputError(f"{layout.path}: no step has a successor, so it holds no transitions")
 
@@ -259,6 +260,7 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
         reference=attributes.get("reference", entry.reference if entry else reference(env)),
         version=(str(path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
         untrusted_env=None if entry else untrusted_environment(attributes.get("env")),
+        bad_reward_rows=np.flatnonzero(~np.isfinite(rewards)),
     )  # fmt: skip
 
 

@@ -250,15 +250,16 @@ def load(
     of its actions is unknown; RunError if an allocation fails.
     """
     recording = read(source, compat, horizon)
+    if len(rows := recording.bad_reward_rows):
+        raise _not_finite(source, f"rewards of row {rows[0]:,}")
     capacity = len(recording) if capacity is None else capacity
     if capacity < len(recording):
         raise InputError(f"{source} has {len(recording):,} transitions, the replay buffer has room for {capacity:,}")
     if normalize_returns:
         returns = recording.returns()
         if not np.isfinite(returns).all():
-            bad = np.flatnonzero(~np.isfinite(recording.rewards()))  # else an episode's last, which has no transition
-            episode = int(np.flatnonzero(~np.isfinite(returns))[0])
-            raise _not_finite(source, f"rewards of {f'transition {bad[0]:,}' if len(bad) else f'episode {episode:,}'}")
+            bad = np.flatnonzero(~np.isfinite(recording.rewards()))
+            raise _not_finite(source, f"rewards of transition {bad[0]:,}" if len(bad) else "returns")
         if (spread := float(np.ptp(returns))) == 0.0:
             raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --normalize-returns False")
         reward_scale *= 1000.0 / spread

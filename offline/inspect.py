@@ -110,6 +110,7 @@ def facts(recording: Recording, reference: Recording | None = None, env: str | N
         inside = recording.ends[(recording.ends > seen) & (recording.ends <= seen + len(block.rewards))] - 1 - seen
         last_terminations.append(block.terminations[inside] > 0)
         seen += len(block.rewards)
+    not_finite["rewards"] = max(not_finite["rewards"], len(recording.bad_reward_rows))  # lost ones too
     returns, lengths = recording.returns(), np.diff(recording.ends, prepend=0)
     found: dict[str, Any] = {
         "id": recording.id,
@@ -121,7 +122,7 @@ def facts(recording: Recording, reference: Recording | None = None, env: str | N
         "terminated episodes": int(np.concatenate(last_terminations).sum()),
         "truncated episodes": len(lengths) - int(np.concatenate(last_terminations).sum()),
         "terminations inside episodes": terminations - int(np.concatenate(last_terminations).sum()),
-        "last steps without a successor": int(np.isfinite(recording.lost_rewards).sum()),
+        "last steps without a successor": int((~np.isnan(recording.lost_rewards)).sum()),
         "lengths": _quantiles(lengths),
         "returns": _quantiles(returns),
         "duplicate transitions": _duplicates(hashes),

@@ -40,7 +40,9 @@ class Recording:
     ends: NDArray[np.int64]
     """[episodes]: one past each episode's last transition, ascending; the last is the number of transitions."""
     lost_rewards: NDArray[np.float64]
-    """[episodes]: the reward of an episode's last step where that step is not among the transitions, else NaN."""
+    """[episodes]: the reward of an episode's last step if that step is not among the transitions, else NaN. A lost
+    reward that is NaN itself is inf here.
+    """
     blocks: Callable[[], Iterator[Block]]
     """Reads all transitions, in order."""
     rewards: Callable[[], Array]
@@ -58,6 +60,9 @@ class Recording:
     """What changes when the files do."""
     untrusted_env: str | None = None
     """The environment that the files name, where `env` is None because it would import a module (module:Name-v0)."""
+
+    bad_reward_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Rows of the file whose reward is not finite; steps that are not among the transitions count too."""
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

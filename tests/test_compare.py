@@ -4,6 +4,7 @@ import gzip
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,10 +123,11 @@ def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"names": ("a",)}, r"two or more different --names: .* gives a$"),
-        ({"names": ("a", "a")}, r"two or more different --names: .* gives a, a$"),
+        ({"names": ("a",)}, r"two or more different --names: you gave a$"),
+        ({"names": ("a", "a")}, r"two or more different --names: you gave a, a$"),
         ({"against": "d"}, "--against is d: give one of a, b"),
         ({"folder": Path("nowhere")}, r"nowhere holds no run, .*--suite"),
+        ({"folder": Path("nowhere"), "names": ("a", "b")}, r"nowhere holds no run, .*--suite"),
         ({"names": ("a", "d")}, "no task that a, d all have"),
         ({"column": "success"}, "does not give success as numbers"),
         ({"alpha": 1.5}, "^--alpha is 1.5: give a number between 0 and 1$"),
@@ -149,7 +151,7 @@ def test_bad_input(tmp_path: Path, changed: dict[str, object], named: str):
         ({"tasks": ("Hoper-v4",)}, r"has no run of Hoper-v4, which --tasks names: did you mean Hopper-v4\?"),
         (
             {"tasks": ("Ant-v4",)},
-            r"no run of Ant-v4, which --tasks names: did you mean Hopper-v4\? A new one belongs in",
+            r"no run of Ant-v4, which --tasks names: there are Hopper-v4\nto run a new one, add it to ",
         ),
         ({"names": ("sac", "td")}, r"has no run of td, which --names names: did you mean td3\?"),
     ],
@@ -165,6 +167,36 @@ def test_a_typing_error_is_no_new_task(tmp_path: Path, arguments: dict[str, obje
         compare.main(Args(tmp_path / "runs", str(path) if suite else None, **arguments))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", [{}, {"names": ("sac", "td3")}, {"names": ("sac", "td3"), "tasks": ("Hoper-v4",)}])
+@pytest.mark.parametrize("folder", ["nowhere", "empty"])
+def test_a_folder_without_runs_is_named(tmp_path: Path, given: dict[str, Any], folder: str):
+    """Whatever else is given, no comparison begins in a folder that holds no run."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=rf"{folder} holds no run, .*: give the folder of a sweep's suite, or the --s"):
+        compare.main(Args(tmp_path / folder, **given))
+
+
+def test_a_single_name_is_traced_to_where_it_is(tmp_path: Path):
+    """The folder's or the suite's is not called the user's; in a suite no message advises --suite."""
+    write(tmp_path / "sac" / "Hopper-v4" / "1", {0: [1.0]})
+    path = tmp_path / "mine.toml"
+    path.write_text('[[runs]]\nalgo = "sac"\nenvs = "Hopper-v4"\n')
+    for suite, where in ((None, str(tmp_path)), (str(path), "suite mine")):
+        with pytest.raises(InputError, match=f"different --names: {where} has only sac$"):
+            compare.main(Args(tmp_path, suite))
+    with pytest.raises(InputError, match=r"there are Hopper-v4\nto run a new one, add it to that suite$"):
+        compare.main(Args(tmp_path, str(path), tasks=("Ant-v4",)))
+
+
+def test_a_suite_without_a_common_task_is_refused(tmp_path: Path):
+    """With the suite, not the empty folder that its runs would go to."""
+    path = tmp_path / "mine.toml"
+    runs = ('algo = "sac"\nenvs = "Hopper-v4"\n', 'algo = "td3"\nenvs = "Ant-v4"\n')
+    path.write_text("".join(f"[[runs]]\n{each}" for each in runs))
+    with pytest.raises(InputError, match="suite mine has no task that sac, td3 all have: give other --names, or"):
+        compare.main(Args(tmp_path, str(path)))
+
+
 def test_a_suite_runs_only_what_it_has(tmp_path: Path):
     """A name and a task that it has, but not together."""
     path = tmp_path / "mine.toml"
@@ -177,7 +209,7 @@ def test_a_suite_runs_only_what_it_has(tmp_path: Path):
 @pytest.mark.parametrize("text", ["", HEADER, HEADER + "0,0,nan,1,,\n", HEADER + "0,0,one,1,,\n", "step\n3\n"])
 def test_damaged_evaluations(tmp_path: Path, text: str):
     (tmp_path / "evaluations.csv").write_text(text)
-    with pytest.raises(InputError, match=r"evaluations\.csv"):
+    with pytest.raises(InputError, match=r"evaluations\.csv .*(try another --column|move that run's folder away)"):
         read_curve(tmp_path / "evaluations.csv", "return")
 
 

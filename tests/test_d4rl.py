@@ -232,7 +232,7 @@ class TestBadFiles:
             ("rewards", 3.0, "array of numbers"),
             ("observations", np.full((10, 2), np.nan), "obs of transition 0 are not finite.*inspect"),
             ("actions", np.full((10, 1), np.inf), "actions of transition 0 are not finite"),
-            ("rewards", np.where(np.arange(10) == 4, np.nan, 0), "rewards of transition 4 are not finite"),
+            ("rewards", np.where(np.arange(10) == 4, np.nan, 0), "rewards of row 4 are not finite"),
             ("rewards", np.full(10, 1e300), "rewards of transition 0 are not finite"),
         ],
     )

@@ -108,15 +108,19 @@ class TestRewards:
         with pytest.raises(InputError, match=r"all returns are equal.*--normalize-returns False"):
             load(path, normalize_returns=True)
 
-    def test_a_reward_that_is_not_finite_is_named(self, tmp_path: Path) -> None:
-        """Its place, not that returns are equal; the last of an episode has no transition, so its episode is named."""
-        for row, where in ((1, "transition 1"), (5, "episode 1")):
-            rewards = np.arange(6.0)
-            rewards[row] = np.nan if row == 1 else np.inf
-            path = str(make(tmp_path / f"{row}.hdf5", "..t..o", rewards=rewards))
-            with pytest.raises(InputError, match=f"rewards of {where} are not finite") as caught:
-                load(path, normalize_returns=True)
-            assert "equal" not in str(caught.value)
+    @pytest.mark.parametrize("options", [{}, {"normalize_returns": True}, {"compat": True}])
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize("row", [1, 5, 6])
+    def test_a_reward_that_is_not_finite_is_named(
+        self, tmp_path: Path, row: int, value: float, options: dict[str, bool]
+    ) -> None:
+        """Its row in the file; rows 5 and 6 end episodes, and without a successor they are no transitions."""
+        rewards = np.arange(8.0)
+        rewards[row] = value
+        path = str(make(tmp_path / "a.hdf5", "..t..oot", rewards=rewards))
+        with pytest.raises(InputError, match=f"rewards of row {row} are not finite") as caught:
+            load(path, **options)
+        assert "equal" not in str(caught.value)
 
 
 class TestActions:

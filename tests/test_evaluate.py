@@ -70,9 +70,38 @@ def test_a_reward_that_is_not_finite_ends_the_evaluation():
     """With its place: the second episode's third step; a shorter episode never gets there."""
     assert evaluate(lambda obs: 2 * obs, [Diverges()], [1]) == [Episode(2.0, 2, False)]
     with pytest.raises(
-        RunError, match="gave a reward that is not finite, nan, in step 3 of episode 1 of the evaluation"
+        RunError, match="gave a non-finite reward of nan in step 3 of evaluation episode 1\nsee whether it diverges"
     ):
         evaluate(lambda obs: 2 * obs, [Diverges(), Diverges()], [1, 5])
+
+
+class PaysTooMuch(Countdown):
+    """Its rewards are finite; the sum of two is not."""
+
+    def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        obs, _, *rest = super().step(action)
+        return obs, 1e308, *rest
+
+
+class PaysNaN(Countdown):
+    """Its own return is not a number in its second step; its rewards are finite."""
+
+    def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        *rest, info = super().step(action)
+        return *rest, info | {"return": np.nan if self.steps == 2 else 1.0}
+
+
+def test_a_return_that_is_not_finite_is_named():
+    """The environment's own return or the sum, not the reward, which is finite."""
+    with np.errstate(over="ignore"), pytest.raises(RunError, match="gave a non-finite return in step 2 of"):
+        evaluate(lambda obs: 2 * obs, [PaysTooMuch()], [5])
+    with pytest.raises(RunError) as caught:
+        evaluate(lambda obs: 2 * obs, [PaysNaN()], [5])
+    said = str(caught.value)
+    assert said.startswith(
+        'the environment gave a non-finite info["return"] of nan in step 2 of evaluation episode 0\n'
+    )
+    assert all(len(sentence.split()) <= 25 for sentence in said.splitlines())
 
 
 def test_side_by_side_equals_one_by_one():

@@ -47,6 +47,16 @@ def test_counts(tmp_path: Path) -> None:
     assert np.allclose(found["columns"]["obs"]["min"], np.nanmin(obs[kept], axis=0))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_lost_reward_that_is_not_finite_counts(tmp_path: Path, value: float) -> None:
+    """The step at a time-out is no transition here, but its reward is in the return."""
+    recording = read(str(make(tmp_path / "a.hdf5", "..o..t", rewards=np.array([1, 2, value, 4, 5, 6.0]))))
+    found = facts(recording)
+    assert found["transitions not finite"]["rewards"] == 1
+    assert found["last steps without a successor"] == 1
+    assert recording.returns().tolist() == [np.inf, 15.0]
+
+
 def test_trajectory_quality_is_the_mean_return_between_random_and_expert(tmp_path: Path) -> None:
     path = make(tmp_path / "a.hdf5", "..t..o", rewards=np.array([1, 2, 3, 4, 5, 6.0]))
     with h5py.File(path, "a") as file:

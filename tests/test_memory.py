@@ -169,6 +169,22 @@ def test_a_limit_on_addresses(tmp_path: Path, left: int, said: str) -> None:
     assert len(done.stdout.splitlines()) == 1
 
 
+def test_the_message_of_a_failed_allocation_is_short() -> None:
+    """Two sentences of at most 25 words: what failed, and what to do."""
+
+    @report_out_of_memory
+    def allocate() -> None:
+        raise MemoryError("Unable to allocate 72.8 TiB for an array with shape (10000000000000,) and type float64")
+
+    with pytest.raises(
+        RunError, match=r"memory \(Unable to allocate .*\)\. Free some, raise .* --buffer-size$"
+    ) as caught:
+        allocate()
+    sentences = str(caught.value).split("). ")
+    assert len(sentences) == 2
+    assert all(len(sentence.split()) <= 25 for sentence in sentences)
+
+
 def test_a_network_that_gets_no_memory(tmp_path: Path) -> None:
     """The command ends in one line with status 1, and leaves no folder."""
     limit = partial(resource.setrlimit, resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))

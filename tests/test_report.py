@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from bench import curves, offline_report, online_report, report
 from bench.alternate import Slice
-from bench.keep import keep, kept_runs, time_taken
+from bench.keep import Args, keep, kept_runs, main, time_taken
 from bench.rounds import write_rounds
 from common.errors import InputError
 
@@ -28,7 +28,15 @@ def test_pages_are_what_results_say(page):
 def test_keep_without_arguments_prints_its_usage():
     """What is missing, an example, and for a folder that is no run what a run has."""
     for arguments, named in (
-        ([], ("missing: RUN ", "KEPT ", "for example: python bench/keep.py runs/", "--help")),
+        (
+            [],
+            (
+                "keep.py: give RUN (A run folder",
+                ") and KEPT (The folder",
+                "\nfor example: python bench/keep.py runs/",
+                "--help",
+            ),
+        ),
         (["nowhere", "kept"], ("nowhere has no config.json: give a run folder",)),
     ):
         line = [sys.executable, str(ROOT / "bench" / "keep.py"), *arguments]
@@ -247,6 +255,16 @@ def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
         {"algo": "iql", "arguments": {"dataset": "a.hdf5", "init_from": "b/a/1", "gamma": 0.9}, "commit": "c"},
         [{"step": "0", "return": "1.5"}],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"arguments": []}', '{"arguments": {"dataset": 3}}'])
+def test_a_config_that_is_no_runs_is_not_kept(tmp_path: Path, text: str):
+    """It is refused in words, and nothing is written."""
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "evaluations.csv").write_text("step,return\n0,1.5\n")
+    with pytest.raises(InputError, match=r"config\.json does not hold a run's arguments: give a run folder"):
+        main(Args(tmp_path, tmp_path / "kept"))
+    assert not (tmp_path / "kept").exists()
 
 
 def test_what_was_not_kept_is_refused_and_can_be_kept_where_it_is(tmp_path: Path):

@@ -25,7 +25,13 @@ def test_each_test_runs_in_a_folder_of_its_own(tmp_path: Path):
         ("ls runs/sac", ["read runs/sac"]),
         ("echo more >> runs/sac/config.json", ["wrote, made or deleted runs/sac/config.json"]),
         ("touch -m runs/sac/config.json", ["wrote, made or deleted runs/sac/config.json"]),
-        ("mkdir runs/td3 && echo > runs/td3/DONE", ["wrote, made or deleted runs/td3/DONE"]),
+        ("cat notes.csv", ["read notes.csv"]),
+        ("ls drafts", ["read drafts"]),
+        ("mkdir newdir", ["wrote, made or deleted newdir"]),
+        ("rmdir drafts/empty", ["wrote, made or deleted drafts/empty"]),
+        ("ln -s /etc link", ["wrote, made or deleted link"]),
+        ("ln -sfn /usr old_link", ["wrote, made or deleted old_link"]),
+        ("mkdir runs/td3 && echo > runs/td3/DONE", [f"wrote, made or deleted runs/td3{x}" for x in ("", "/DONE")]),
         ("rm runs/sac/config.json", ["wrote, made or deleted runs/sac/config.json"]),
         ("echo > report.html", ["wrote, made or deleted report.html"]),
         ("echo >> README.md", ["wrote, made or deleted README.md"]),
@@ -35,13 +41,16 @@ def test_each_test_runs_in_a_folder_of_its_own(tmp_path: Path):
 def test_use_of_the_checkout_is_noticed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str, noticed: list[str]
 ):
-    """A read, changed, new or missing file ends with 1, and only that file is named; tracked ones may be read."""
+    """A read, changed, new or missing file, folder or link ends with 1 and is named; tracked files may be read."""
     (tmp_path / "runs" / "sac").mkdir(parents=True)
     (tmp_path / "runs" / "sac" / "config.json").write_text("{}")
     (tmp_path / "tests").mkdir()
     for name, text in {"README.md": "# onramp", ".gitignore": "runs/", "tests/test_a.py": ""}.items():
         (tmp_path / name).write_text(text)
     subprocess.run("git init --quiet . && git add .", shell=True, cwd=tmp_path, check=True)
+    (tmp_path / "notes.csv").write_text("step,return")  # neither tracked nor ignored, as drafts/
+    (tmp_path / "drafts" / "empty").mkdir(parents=True)
+    (tmp_path / "old_link").symlink_to("/nowhere")
     status = run_untouched(tmp_path, ["sh", "-c", command])
     said = capfd.readouterr().err
     if "keeps no access times" in said:
