@@ -165,14 +165,14 @@ def test_the_actors_learning_rate_falls_as_a_cosine_where_nothing_follows() -> N
     rates = {}
     for step in (-999, -500, 0):
         agent.decay(step)
-        rates[step] = agent.actor_optimizer.param_groups[0]["lr"]
+        rates[step] = agent.actor_optimizer.lr
     assert rates[-999] == pytest.approx(2e-4)
     assert rates[-500] == pytest.approx(1e-4, rel=1e-2)
     assert rates[0] == pytest.approx(0.0, abs=1e-8)
     online = make_agent(offline_steps=1_000, online_steps=10, actor_lr=2e-4)
-    online.actor_optimizer.param_groups[0]["lr"] = 2e-4
+    online.actor_optimizer.lr = 2e-4
     online.decay(-1)
-    assert online.actor_optimizer.param_groups[0]["lr"] == 2e-4
+    assert online.actor_optimizer.lr == 2e-4
 
 
 @pytest.mark.parametrize(
