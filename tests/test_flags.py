@@ -89,6 +89,7 @@ def test_both_branches_of_every_boolean_flag(
         ({"seed": np.array(3)}, 3),
         ({"gamma": np.float64(0.9)}, 0.9),
         ({"env": np.str_("Hopper-v4")}, "Hopper-v4"),
+        ({"device": np.str_("cpu")}, "cpu"),
         ({"run_dir": np.str_("x")}, Path("x")),
     ],
 )
