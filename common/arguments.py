@@ -20,8 +20,11 @@ KINDS = {
 def converted(value: Any, wanted: Any) -> Any:
     """Return `value` as the type `wanted`, a field's annotation: "700" and 7e2 as 700, a string as a path.
 
-    Raises ValueError if that would change what it says. A type not in `KINDS` takes every value.
+    NumPy's scalars and arrays count as Python's. Raises ValueError if a conversion would change the value. A type not
+    in `KINDS` takes every value.
     """
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     origin, parts = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         for part in sorted(parts, key=lambda part: type(value) is not part):  # its own type first
@@ -36,7 +39,7 @@ def converted(value: Any, wanted: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(converted(each, parts[0]) for each in value)
     elif wanted in (str, Path):
-        if isinstance(value, str | os.PathLike):
+        if isinstance(value, str | os.PathLike) and (value or wanted is str):  # Path("") is the current folder
             return wanted(value)
     elif wanted in (int, float):
         if isinstance(value, int | float | str | np.number) and not isinstance(value, bool):
@@ -60,10 +63,11 @@ def described(wanted: Any) -> str:
     """Return a type in the reader's words."""
     origin, parts = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
-        return " or ".join(map(described, parts))
+        *first, last = " or ".join(map(described, parts)).split(" or ")
+        return f"{', '.join(first)} or {last}"
     if origin is Literal:
         return f"one of {', '.join(map(repr, parts))}"
-    return f"a list, each {described(parts[0])}" if origin is tuple else KINDS.get(wanted, str(wanted))
+    return f"a list of {described(parts[0])[2:]}s" if origin is tuple else KINDS.get(wanted, str(wanted))
 
 
 def at_least(lowest: int, **given: float | None) -> None:
@@ -135,7 +139,9 @@ class RunArgs:
             if isinstance(value, int) and value >= 2**63:
                 raise InputError(f"{flag} is {value}: give a number below 2^63")
             if isinstance(value, int | float) and not isinstance(value, bool):
-                if field.name in self.any_sign and math.isfinite(value):
+                if field.name in self.any_sign:
+                    if not math.isfinite(value):
+                        raise InputError(f"{flag} is {value}: give a finite number")
                     continue
                 if field.name in allowed:
                     at_least(0, **{field.name: value})

@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from common.arguments import whole_number
+from common.arguments import converted
 from common.errors import Finished, InputError, RunError
 from common.memory import report_out_of_memory
 
@@ -22,15 +22,16 @@ _registry = ConstructorRegistry()
 
 
 @_registry.primitive_rule
-def _whole_number(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    """Let every whole number be written as 1e5 too."""
-    if of.type is not int:
+def _converted(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Let every whole number be written as 1e5 too, and refuse an empty path."""
+    wanted = of.type
+    if wanted not in (int, Path):
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        metavar="INT" if wanted is int else "PATH",
+        instance_from_str=lambda words: converted(words[0], wanted),
+        is_instance=lambda value: isinstance(value, int if wanted is int else Path) and not isinstance(value, bool),
         str_from_instance=lambda value: [str(value)],
     )
 

@@ -105,11 +105,11 @@ class Dataset:
         """[n]: the discounted sum of the scaled rewards from each transition to its episode's end.
 
         `failure`: in sparse-reward tasks, the scaled reward of a step that does not succeed. An episode with no other
-        rewards is taken to go on failing for ever: failure / (1 - gamma) at each of its steps.
+        rewards is taken to fail forever: failure / (1 - gamma) at each of its steps.
 
         Source: Nakamoto et al. 2023, "Cal-QL", arXiv 2303.05479, section 5 and its authors' code. Their tasks end with
-        success; here an episode that is cut while it fails, after a success, is taken to go on failing too, since by a
-        finite sum a failing state were worth the more the nearer the time limit is.
+        success. Here an episode that is cut while it fails, after a success, is taken to fail forever too: by a finite
+        sum a failing state would be worth more the nearer the time limit is.
         """
         rewards = self.column("rewards").astype(np.float64)
         if failure is not None and gamma == 1.0:
