@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.checkpoint import replacing
@@ -33,6 +33,8 @@ class Job:
     cpus: int = 1
     gpus: float = 0.0
     memory: float = 0.0  # GiB
+    caller: str = field(default_factory=os.getcwd, compare=False)
+    """The user's folder, whose modules --env may name: the command itself runs in ROOT."""
 
     @property
     def label(self) -> str:
@@ -59,6 +61,8 @@ class Job:
         more of its memory than that. Without the GPU they end, and do not train on the CPU.
         """
         own = {f"{name}_NUM_THREADS": str(self.cpus) for name in ("OMP", "MKL", "OPENBLAS")}
+        if Path(self.caller) != ROOT:
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), self.caller)))
         if not self.gpus:
             return own | {"CUDA_VISIBLE_DEVICES": ""}
         return own | {SHARE: str(min(self.gpus, 1.0))}

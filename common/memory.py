@@ -58,12 +58,19 @@ def _free_in_groups() -> Iterator[int]:
     yield 2**63 - 1
     for kind, folder in _groups():
         group = _GROUPS[kind]
-        with contextlib.suppress(OSError, ValueError, KeyError):  # such a group has no limit
+        with contextlib.suppress(OSError, ValueError):  # such a group has no limit
             limits = [(folder / name).read_text().strip() for name in group.limits if (folder / name).exists()]
             limit = min(int(text) for text in limits if text != "max")
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             used = int((folder / group.used).read_text())
-            yield limit - used + sum(int(stat[name]) for name in group.cache)
+            yield limit - used + _droppable(folder / "memory.stat", group.cache)
+
+
+def _droppable(stat: Path, names: tuple[str, ...]) -> int:
+    """Return the bytes of the entries `names` in the file `stat`; 0 if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = dict(line.split() for line in stat.read_text().splitlines())
+        return sum(int(found.get(name, 0)) for name in names)
+    return 0
 
 
 def _groups() -> Iterator[tuple[str, Path]]:

@@ -37,17 +37,22 @@ PINS = {
 NOTICES = notifications.pop("gymnasium_robotics", {})
 
 
+NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+
+
 class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
 
     The other entries of `info` are dropped because a vector environment spends 1 µs a step to gather each, four
     in HalfCheetah-v4 and nine in Ant-v4, and training does not read them. With `all_infos`, every number is kept.
+    `name`: the environment's id in messages.
     """
 
-    def __init__(self, env: Env, all_infos: bool = False) -> None:
-        RecordConstructorArgs.__init__(self, all_infos=all_infos)
+    def __init__(self, env: Env, all_infos: bool = False, name: str = "") -> None:
+        RecordConstructorArgs.__init__(self, all_infos=all_infos, name=name)
         gym.Wrapper.__init__(self, env)
-        self._all_infos = all_infos
+        self._all_infos, self._name = all_infos, name or (env.spec and env.spec.id)
+        self._has_begun = False  # an episode
         self._dtype, self._shape = env.action_space.dtype, env.observation_space.shape
         self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
         self.observation_space = Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
@@ -59,11 +64,17 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+            if self._has_begun:
+                raise RunError(
+                    f"{self._name} cannot begin another episode: {reason}\n"
+                    "See why its reset fails now; the same command resumes a run from its last checkpoint."
+                ) from error
             raise InputError(
-                f"{self.spec and self.spec.id} starts but cannot begin an episode: {reason}\n"
+                f"{self._name} starts but cannot begin an episode: {reason}\n"
                 "See whether its files are there and its package fits the MuJoCo that is installed."
             ) from error
-        return self._shaped(obs), self._numbers(info) if self._all_infos else {}
+        shaped, self._has_begun = self._shaped(obs), True
+        return shaped, self._numbers(info) if self._all_infos else {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         refuse_non_finite(action)
@@ -71,24 +82,34 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         try:
             number = float(reward)
         except TypeError:
-            raise InputError(f"{self.spec and self.spec.id} gave a reward that is no number, {reward!r}") from None
+            raise InputError(f"{self._name} gave a reward that is no number, {reward!r}") from None
         told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
         return self._shaped(obs), number, termination, truncation, told
 
     def _shaped(self, obs: Any) -> Array:
-        shaped = np.array(obs, np.float32)
+        try:
+            shaped = np.array(obs, np.float32)
+        except (TypeError, ValueError):
+            text = " ".join(repr(obs).split())[:100]
+            raise InputError(f"{self._name} gave an observation that is no vector of numbers, {text}") from None
         if shaped.shape != self._shape:
             raise InputError(
-                f"{self.spec and self.spec.id} gave an observation of shape {shaped.shape}; "
-                f"its observation_space says {self._shape}"
+                f"{self._name} gave an observation of shape {shaped.shape}; its observation_space says {self._shape}"
             )
         return shaped
 
     def _numbers(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries that are one number, as float or bool."""
-        kinds = (bool, int, float, np.bool_, np.integer, np.floating)
-        numbers = {name: value for name, value in info.items() if isinstance(value, kinds)}
-        return {k: bool(v) if isinstance(v, bool | np.bool_) else float(v) for k, v in numbers.items()}
+        """Return the entries that are one number, as float or np.bool_, which a vector environment keeps apart.
+
+        "/" in a name becomes ".", because HDF5 would nest it. Names with "_" in front are a vector environment's own.
+        """
+        numbers: dict[str, Any] = {}
+        for name, value in info.items():
+            if isinstance(name, str) and name[:1] != "_" and isinstance(value, NUMBERS):
+                with contextlib.suppress(OverflowError):  # an int that no float holds
+                    is_bool = isinstance(value, bool | np.bool_)
+                    numbers[name.replace("/", ".")] = np.bool_(value) if is_bool else float(value)
+        return numbers
 
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
         """What evaluations read: `success`, and `return` where that is not the sum of the rewards."""
@@ -132,7 +153,7 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     if (box.low != -1).any() or (box.high != 1).any():
         one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
         env = RescaleAction(InBounds(env), -one, one)
-    return ExactState(Uniform(env, all_infos))
+    return ExactState(Uniform(env, all_infos, env_id))
 
 
 def action_box(env_id: str, **kwargs: Any) -> Box:
@@ -151,12 +172,16 @@ def _started(env_id: str, **kwargs: Any) -> Env:
     except Exception as error:
         _require(env_id, error)
         reason = " ".join(f"{type(error).__name__} {error}".split())
-        raise InputError(
-            f"{env_id} does not start with {_versions()}: {reason}\n"
-            + (_alike(spec.id) or "`pip install -r requirements.txt` brings the versions known to work.")
-        ) from error
+        raise InputError(f"{env_id} does not start with {_versions()}: {reason}\n" + _cure(spec.id, kwargs)) from error
     _check_spaces(env, env_id)
     return env
+
+
+def _cure(name: str, kwargs: dict[str, Any]) -> str:
+    if kwargs:
+        text = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+        return f"Check its arguments (env_kwargs): {text[:200]}"
+    return _alike(name) or "`pip install -r requirements.txt` brings the versions known to work."
 
 
 def make_vector(
@@ -203,7 +228,7 @@ def _find(env_id: str) -> gym.envs.registration.EnvSpec:
             sys.path.append(os.getcwd())
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(
                 f"The module of {env_id} does not import. {type(error).__name__}: {error}\n"
                 "Install it, run the command in its folder, or add its folder to PYTHONPATH."
@@ -214,13 +239,18 @@ def _find(env_id: str) -> gym.envs.registration.EnvSpec:
         _print_notice(name)
         return gym.registry[name]
     hint = _alike(name) or "One of your own is given as module:Name-v0."
+    if module:
+        file, own = getattr(sys.modules[module], "__file__", None) or module, f"{module.replace('.', '/')}.py"
+        if os.path.exists(own) and not os.path.samefile(own, file):
+            hint = f"It was imported instead of {os.path.abspath(own)}: rename that file."
+        raise InputError(f"{file} has no environment {name}.\n{hint}")
     raise InputError(f"There is no environment {env_id}. {hint}")
 
 
 def _alike(name: str) -> str:
     """Suggest up to three registered environments, of those that start here and that an agent can act in."""
     found: list[str] = []
-    for each in difflib.get_close_matches(name, gym.registry, n=12):
+    for each in difflib.get_close_matches(name, set(gym.registry) - {name}, n=12):
         with contextlib.suppress(Exception):  # for one, v2 and v3 of MuJoCo's need a package that is no more
             env = gym.make(gym.registry[each], disable_env_checker=True)
             _check_spaces(env, each)

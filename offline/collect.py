@@ -160,28 +160,35 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
 def _collected(args: Args, env_id: str, env: gym.Env[Any, Any], policies: list[Policy], infos: Infos) -> Transitions:
     """Return the policies' transitions, and fill `infos`: all numbers for a Minari dataset, which stores them."""
     parts: list[Transitions] = []
+    numeric: set[str] = set()  # names of infos that are not bools alone
     kwargs = {"all_infos": True} if args.output.startswith(MINARI) else {}
     with tqdm(total=args.transitions, unit=" transitions", disable=None) as progress:
         for i, policy in enumerate(policies):
             share = args.transitions // len(policies) + (i < args.transitions % len(policies))
             envs = make_vector(env_id, args.num_envs, args.seed, f"collection {i}", args.vectorizer, **kwargs)
             with contextlib.closing(envs):
-                note = partial(_note, infos, args.transitions, sum(len(part.rewards) for part in parts))
+                note = partial(_note, infos, numeric, args.transitions, sum(len(part.rewards) for part in parts))
                 parts.append(roll_out(policy, envs, share, progress, note))
+    infos |= {name: values == 1.0 for name, values in infos.items() if name not in numeric}
     return _in_own_units(Transitions(*map(np.concatenate, zip(*parts, strict=True))), env)
 
 
-def _note(infos: Infos, transitions: int, first: int, when: int, rows: Array, told: dict[str, Any]) -> None:
+def _note(
+    infos: Infos, numeric: set[str], transitions: int, first: int, when: int, rows: Array, told: dict[str, Any]
+) -> None:
     """Store what environments told with obs (`when` is 0) or next_obs (1) of the transitions first + rows [n].
 
-    `told`: a vector environment's infos, of which the first n environments count.
+    `told`: a vector environment's infos, of which the first n environments count; masks have "_" in front.
+    `numeric`: receives the names whose values are not all bools.
     """
-    for name, values in told.items():
-        if (known := told.get(f"_{name}")) is not None:  # else it is such a mask itself
-            if name not in infos:
-                infos[name] = np.full((2, transitions), False if values.dtype == bool else np.nan)
-            known = known[: len(rows)]
-            infos[name][when, first + rows[known]] = values[: len(rows)][known]
+    for name in (name for name in told if name[:1] != "_"):
+        known = told[f"_{name}"][: len(rows)]
+        values = told[name][: len(rows)][known]
+        if not all(isinstance(value, bool | np.bool_) for value in values):
+            numeric.add(name)
+        if name not in infos:
+            infos[name] = np.full((2, transitions), np.nan)
+        infos[name][when, first + rows[known]] = values.astype(np.float64)
 
 
 def roll_out(

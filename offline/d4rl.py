@@ -304,8 +304,8 @@ def _finals(
     layout: _Layout, terminals: NDArray[np.bool_], entry: Entry | None, horizon: int | None, after_limit: int | None
 ) -> NDArray[np.bool_]:
     """Which rows a time limit ends: as the file says, else by count (D4RL's own, where `after_limit` is given)."""
-    if horizon is not None and horizon < 1:
-        raise InputError(f"--horizon is {horizon}: give the time limit in steps, at least 1")
+    if horizon is not None and not (isinstance(horizon, int | np.integer) and horizon >= 1):
+        raise InputError(f"--horizon is {horizon}: give the time limit in steps, a whole number of at least 1")
     if "timeouts" in layout.file:
         if horizon is not None:
             raise InputError(f"{layout.path} marks its time-outs itself (timeouts): leave --horizon out")

@@ -4,8 +4,8 @@ import contextlib
 import copy
 import fcntl
 import hashlib
+import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,17 @@ from common.errors import InputError, RunError
 from common.memory import free_address_space, free_memory, report_out_of_memory
 from common.replay_buffer import Batch, ReplayBuffer, pack
 from offline import d4rl, minari
-from offline.recording import Array, Block, Recording, action_box, distance_outside, nearest
+from offline.recording import (
+    Array,
+    Block,
+    Recording,
+    action_box,
+    distance_outside,
+    nearest,
+    not_imported,
+    warn_of_actions_outside,
+    warn_of_another_box,
+)
 
 TANH_LIMIT = 1.0 - 1e-5  # the log-probability of an action of exactly ±1 is infinite under a tanh-Gaussian
 
@@ -79,10 +89,7 @@ class Dataset:
         if self.env:
             return self.env, self.env_kwargs
         if self.untrusted_env:
-            raise InputError(
-                f"{self.id} names the environment {self.untrusted_env}, but modules named in files are not imported\n"
-                f"give --env {self.untrusted_env} to allow it"
-            )
+            raise not_imported(self.id, self.untrusted_env)
         raise InputError(f"{self.id} does not say what environment evaluates it: give --env")
 
     def column(self, name: str) -> NDArray[np.float32]:
@@ -264,6 +271,9 @@ def load(
             raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --normalize-returns False")
         reward_scale *= 1000.0 / spread
     low, high = action_box(recording, env)
+    with contextlib.suppress(InputError):  # an environment that does not start has no box to compare with
+        if env or recording.id not in d4rl.IDS:  # whose boxes are known to be those of their environments
+            warn_of_another_box(recording, env)
     blocks = _Prepared(recording, low, high, reward_scale, reward_shift, None if compat else max_action)
     if _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped):
         file = _on_disk(blocks)
@@ -273,6 +283,7 @@ def load(
         buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device)
         for block in blocks.read():
             buffer.add(*block)
+    warn_of_actions_outside(recording, env, (low, high), blocks.outside, blocks.farthest, blocks.max_action is None)
     lost_rewards = recording.lost_rewards * reward_scale + reward_shift
     return Dataset(
         recording.id, buffer, recording.ends, lost_rewards, recording.env, recording.env_kwargs, recording.reference,
@@ -305,6 +316,9 @@ class _Prepared:
     reward_scale: float
     reward_shift: float
     max_action: float | None
+    outside: int = 0
+    farthest: Array = field(default_factory=lambda: np.zeros(1))
+    """After `read`: how many transitions have actions outside the box, and how far in each dimension, at most."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -313,14 +327,14 @@ class _Prepared:
     def read(self) -> Iterator[Block]:
         low, high = self.low, self.high
         unit = bool((low == -1).all() and (high == 1).all())
-        first = outside = 0
-        farthest = 0.0
+        first, self.outside, self.farthest = 0, 0, np.zeros(self.recording.action_dim)
         for recorded in self.recording.blocks():
             rewards, actions = np.asarray(recorded.rewards, np.float64), recorded.actions
             if (self.reward_scale, self.reward_shift) != (1.0, 0.0):
                 rewards = rewards * self.reward_scale + self.reward_shift
-            distance = distance_outside(actions, low, high).max(1)
-            outside, farthest = outside + int((distance > 0).sum()), max(farthest, float(distance.max(initial=0.0)))
+            distance = distance_outside(actions, low, high)
+            self.outside += int((distance > 0).any(1).sum())
+            self.farthest = np.maximum(self.farthest, distance.max(0, initial=0.0))
             if not unit:
                 actions = 2.0 * (actions - low) / (high - low) - 1.0
             with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
@@ -336,12 +350,6 @@ class _Prepared:
             if self.max_action is not None:
                 block = block._replace(actions=np.clip(block.actions, -self.max_action, self.max_action))
             yield block
-        if outside:
-            sys.stderr.write(
-                f"warning: {self.recording.id}: {outside / first:.2%} of its transitions have actions outside the box "
-                f"{low.min():g} to {high.max():g}, by up to {farthest:.3g}: they are "
-                f"{'kept' if self.max_action is None else 'clipped'} (is it the right box?)\n"
-            )
 
 
 def _not_finite(source: str | Path, what: str) -> InputError:
@@ -363,26 +371,31 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _on_disk(blocks: _Prepared) -> Path:
-    """The file of packed rows, made at the first call."""
+    """The file of packed rows, made at the first call. A .json file next to it holds what is to be warned of."""
     cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
     recording = blocks.recording
     box = (blocks.low.tolist(), blocks.high.tolist())
-    made_of = (recording.version, box, blocks.reward_scale, blocks.reward_shift, blocks.max_action, len(recording))
+    made_of = (2, recording.version, box, blocks.reward_scale, blocks.reward_shift, blocks.max_action, len(recording))
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     path = cache / f"{Path(recording.id).name}-{name}.rows"
-    if path.exists():
-        return path
+    warned = path.with_suffix(".json")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache):  # another process may be making it: then wait for its file
-            if path.exists():
-                return path
-            with replacing(path) as file:
-                first = 0
-                for block in blocks.read():
-                    rows = pack(blocks.widths, first, *block)
-                    file.write(rows.data)
-                    first += len(rows)
+        with locked(cache) if not path.exists() else contextlib.nullcontext():  # another process may be making it
+            if not path.exists():
+                with replacing(path) as file:
+                    first = 0
+                    for block in blocks.read():
+                        rows = pack(blocks.widths, first, *block)
+                        file.write(rows.data)
+                        first += len(rows)
+                    file.flush()  # on a full disk nothing is left
+                    if blocks.outside:
+                        with replacing(warned) as facts:
+                            facts.write(json.dumps([blocks.outside, *blocks.farthest.tolist()]).encode())
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}): make room, or set ONRAMP_CACHE") from None
+    if warned.exists():
+        blocks.outside, *farthest = json.loads(warned.read_text())
+        blocks.farthest = np.array(farthest)
     return path

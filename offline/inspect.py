@@ -26,7 +26,8 @@ from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
 from offline.dataset import read
-from offline.recording import Array, Block, Recording, action_box, distance_outside
+from offline.hdf5 import opened
+from offline.recording import Array, Block, Recording, action_box, distance_outside, warn_of_another_box
 from offline.scores import normalized
 
 EDGES = 5  # of SACo's grid, a dimension
@@ -42,9 +43,10 @@ class Args:
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
-    """Time limit of a file that marks no time-outs."""
+    """Time limit of a file that marks no time-outs; of --reference too, unless that marks its own."""
     env: str | None = None
-    """The environment whose box of actions is used if the file does not state its own, instead of the one it names."""
+    """The environment whose box of actions is used if the file does not state its own, instead of the one it names.
+    A line is printed if the file states another box."""
     picture: Path | None = None
     """Write the distribution of returns to this file (.png, .pdf, .svg)."""
     json: Path | None = None
@@ -149,6 +151,8 @@ def facts(recording: Recording, reference: Recording | None = None, env: str | N
 def _box(recording: Recording, env: str | None) -> tuple[Array, Array] | None:
     """The box of the actions, None if nothing states it: one may look at any file."""
     try:
+        if env:
+            warn_of_another_box(recording, env)
         return action_box(recording, env)
     except InputError:
         if env:
@@ -288,10 +292,18 @@ def draw(returns: NDArray[np.float64], title: str, path: Path) -> None:
         figure.savefig(file, format=path.suffix.lstrip(".") or "png", dpi=120)
 
 
+def _horizon_of_reference(args: Args) -> int | None:
+    """Return the time limit that the user gave, if the reference is a file that does not mark its time-outs."""
+    if args.horizon is None or not Path(str(args.reference)).is_file():
+        return None
+    with opened(Path(str(args.reference))) as file:
+        return None if "timeouts" in file else args.horizon
+
+
 def main(args: Args) -> None:
     """Prints what `args.dataset` holds."""
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
-    reference = read(args.reference, args.d4rl_compat, args.horizon) if args.reference else None
+    reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
     found, returns = facts(recording, reference, args.env), recording.returns()
     print(describe(found, returns))  # noqa: T201
     if args.json is not None:

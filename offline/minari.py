@@ -7,6 +7,7 @@ MuJoCo on Minari's server.
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import re
@@ -130,7 +131,8 @@ def _recording(dataset: MinariDataset, source: str) -> Recording:
 
     name, env_kwargs = _environment(metadata, dataset.storage.data_path)
     attributes: dict[str, Any] = _scores(metadata) | {"env_kwargs": env_kwargs}
-    if np.isfinite([action_space.low, action_space.high]).all():  # else the environment's own box may be finite
+    low, high = action_space.low.astype(np.float64), action_space.high.astype(np.float64)
+    if (high - low < np.finfo(np.float32).max).all():  # else it stands for none, and the environment's may be finite
         attributes |= {"action_low": action_space.low, "action_high": action_space.high}
     attributes = checked_attributes(source, attributes, int(action_space.shape[0]))
     files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
@@ -165,12 +167,14 @@ def _environment(metadata: dict[str, Any], path: Path) -> tuple[str | None, dict
     if not specs:
         return collected_in, {}
     name, limit = str(specs[0].get("id")), specs[0].get("max_episode_steps")
-    kwargs, made_with = (dict(spec.get("kwargs") or {}) for spec in (specs[0], specs[-1]))
-    if "maze_map" in kwargs and "maze_map" in made_with and _walls(kwargs) != _walls(made_with):
-        kwargs["maze_map"] = made_with["maze_map"]
-        _warn_once(
-            path, "its evaluation environment has other walls than the maze of its data: the data's maze is used"
-        )
+    kwargs = dict(specs[0].get("kwargs") or {})
+    if any("maze_map" in (spec.get("kwargs") or {}) for spec in specs):
+        maze, data_maze = _maze(specs[0]), _maze(specs[-1])
+        if maze and data_maze and _walls(maze) != _walls(data_maze):
+            kwargs["maze_map"] = data_maze
+            _warn_once(
+                path, "its evaluation environment has other walls than the maze of its data: the data's maze is used"
+            )
     registered = gym.registry.get(name)
     if limit and not (registered and registered.max_episode_steps == limit):
         kwargs["max_episode_steps"] = limit
@@ -186,8 +190,18 @@ def _collected_in(metadata: dict[str, Any]) -> str | None:
     return None
 
 
-def _walls(kwargs: dict[str, Any]) -> list[list[bool]]:
-    return [[cell == 1 for cell in row] for row in kwargs["maze_map"]]
+def _maze(spec: dict[str, Any]) -> Any:
+    """Return the map of a spec's maze, the registered one if the spec has none of its own; None if it is unknown."""
+    name, kwargs = str(spec.get("id")), spec.get("kwargs") or {}
+    if "maze_map" not in kwargs and name not in gym.registry:
+        with contextlib.suppress(Exception):
+            importlib.import_module("gymnasium_robotics")  # it registers its ids
+    registered = gym.registry[name].kwargs if name in gym.registry else {}
+    return (registered | kwargs).get("maze_map")
+
+
+def _walls(maze: list[list[Any]]) -> list[list[bool]]:
+    return [[cell == 1 for cell in row] for row in maze]
 
 
 @functools.cache  # a run reads its dataset more than once

@@ -184,7 +184,7 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
     if not deterministic and log_std is None and log_std_layer is None:
         raise InputError(f"{path} is a deterministic policy, stored without its noise: give --deterministic")
 
-    normalize, statistics = _vec_normalize(path, data, on_policy, layers[0][0].shape[-1])
+    normalize, statistics = _vec_normalize(path, data, on_policy, [*layers, last][0][0].shape[-1])
     box: Any = gym.make(_spec(env), disable_env_checker=True).action_space if on_policy else None
     to_unit = rescale_box(box, -np.ones_like(box.low), np.ones_like(box.low))[1] if on_policy else None
 
@@ -268,7 +268,8 @@ def _was_normalized(data: dict[str, Any], on_policy: bool) -> bool | None:
     float32 under a VecNormalize; PPO and A2C keep the latter under a VecNormalize only.
     """
     seen, given = (_float_types(data.get(key)) for key in ("_last_obs", "_last_original_obs"))
-    if seen == {"f8"} or (on_policy and data.get("_last_original_obs", ...) is None):
+    never_given = data.get("_last_obs") is not None and data.get("_last_original_obs", ...) is None
+    if seen == {"f8"} or (on_policy and never_given):
         return False
     if given and seen and (on_policy or seen != given):
         return True

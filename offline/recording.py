@@ -1,10 +1,13 @@
 """What a dataset file holds, before it becomes a replay buffer: its facts at once, its transitions in blocks."""
 
 import difflib
+import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +19,10 @@ from envs import make
 Array = NDArray[Any]
 # float32 moves a number by at most 6e-8 of its size, and an action was stored and rescaled a few times.
 ROUNDING = 1e-6
+# What `envs.make` itself takes, so that no environment's constructor can get it.
+RESERVED = sorted(
+    {*inspect.signature(make.make).parameters, *inspect.signature(make.make_vector).parameters} - {"kwargs"}
+)
 
 
 class Block(NamedTuple):
@@ -107,7 +114,7 @@ def _text(value: Any) -> str:
 
 def _dict(value: Any) -> dict[str, Any]:
     found = value if isinstance(value, dict) else json.loads(_text(value))
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not found.keys().isdisjoint(RESERVED):
         raise TypeError
     return found
 
@@ -116,13 +123,13 @@ def _numbers(value: Any) -> Array:
     numbers = np.asarray(value)
     if numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
         raise TypeError
-    return numbers
+    return numbers.astype(np.float64)  # differences of small integers overflow
 
 
 # The attributes that a dataset may have: how each is read, and what it must be.
 ATTRIBUTES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "env": (_text, "a text"),
-    "env_kwargs": (_dict, "a dict in JSON"),
+    "env_kwargs": (_dict, f"a dict in JSON without the keys {', '.join(RESERVED)}"),
     "action_low": (_numbers, "finite numbers"),
     "action_high": (_numbers, "finite numbers"),
     "ref_min_score": (lambda value: _numbers(value).item(), "a finite number"),
@@ -166,13 +173,30 @@ def _check_box(source: object, low: Array, high: Array, action_dim: int) -> None
         )
     low, high = np.broadcast_to(low, action_dim), np.broadcast_to(high, action_dim)
     with np.errstate(over="ignore"):
-        wrong = np.flatnonzero(~((low < high) & np.isfinite(high - low)))
+        wrong = np.flatnonzero(~((low < high) & np.isfinite((high - low).astype(np.float32))))
     if len(wrong):
         i = int(wrong[0])
         raise InputError(
             f"{source}: action_low is {low[i]:g} and action_high is {high[i]:g} in dimension {i}: "
             "action_low must be the smaller one, and their difference finite"
         )
+
+
+def not_imported(source: str, env: str) -> InputError:
+    """Return the error that says that `source` names the environment `env` of a module, and how to allow it."""
+    return InputError(
+        f"{source} names the environment {env}, but modules named in files are not imported\n"
+        f"give --env {env} to allow it"
+    )
+
+
+def box_cure(recording: Recording, env: str | None = None) -> str:
+    """Return what to do about a box of actions that is unknown or wrong; `env`: the environment that the user gave."""
+    is_file = Path(recording.id).is_file()
+    if recording.action_low is not None:
+        return "check action_low and action_high" if is_file else "check its action space"
+    given = "another --env" if env and env != recording.env else "--env"
+    return f"give its attributes action_low and action_high, or {given}" if is_file else f"give {given}"
 
 
 def action_box(recording: Recording, env: str | None = None) -> tuple[Array, Array]:
@@ -182,22 +206,68 @@ def action_box(recording: Recording, env: str | None = None) -> tuple[Array, Arr
     Raises InputError if neither states them, or if the environment's actions have another size.
     """
     if recording.action_low is not None and recording.action_high is not None:
-        return np.asarray(recording.action_low), np.asarray(recording.action_high)
-    cure = "give its attributes action_low and action_high, or --env"
+        return np.asarray(recording.action_low, np.float64), np.asarray(recording.action_high, np.float64)
+    return environment_box(recording, env)
+
+
+def environment_box(recording: Recording, env: str | None = None) -> tuple[Array, Array]:
+    """Return the lowest and the highest action, [action_dim], of `env` or of the environment that the dataset names.
+
+    Raises InputError if there is none, if it does not start, or if its actions have another size.
+    """
+    cure = box_cure(recording, env)
     name, kwargs = (env, {}) if env else (recording.env, recording.env_kwargs)
+    if not name and recording.untrusted_env:
+        raise not_imported(recording.id, recording.untrusted_env)
     if not name:
         raise InputError(f"{recording.id} states neither the box of its actions nor an environment: {cure}")
     try:
         box = make.action_box(name, **kwargs)
     except InputError as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"{recording.id} does not state the box of its actions, so {cure}\n{reason}") from None
+        raise InputError(f"{recording.id}: {name} does not give the box of its actions, so {cure}\n{reason}") from None
     if box.shape != (recording.action_dim,):
-        raise InputError(
-            f"{recording.id} has {recording.action_dim} actions and does not state their box, "
-            f"{name} has {box.shape[0]}: {cure}"
+        raise InputError(f"{recording.id} has {recording.action_dim} actions, {name} has {box.shape[0]}: {cure}")
+    return box.low.astype(np.float64), box.high.astype(np.float64)
+
+
+def warn_of_another_box(recording: Recording, env: str | None = None) -> None:
+    """Print a line if the box that the dataset states is not that of `env`, or of the environment that it names.
+
+    Raises InputError as `environment_box`.
+    """
+    if recording.action_low is None:
+        return
+    stated, known = action_box(recording), environment_box(recording, env)
+    difference = np.max([np.abs(a - b) / (known[1] - known[0]) for a, b in zip(stated, known, strict=True)], axis=0)
+    if (difference > ROUNDING).any():
+        i = int(difference.argmax())
+        (low, high), (low_known, high_known) = (
+            [float(np.broadcast_to(end, recording.action_dim)[i]) for end in box] for box in (stated, known)
         )
-    return box.low, box.high
+        sys.stderr.write(
+            f"warning: {recording.id} states the box {low:g} to {high:g} for its actions, {env or recording.env} has "
+            f"{low_known:g} to {high_known:g} (dimension {i}): the stated one is used, as is right if its actions are "
+            "in units of their own\n"
+        )
+
+
+def warn_of_actions_outside(
+    recording: Recording, env: str | None, box: tuple[Array, Array], count: int, farthest: Array, kept: bool
+) -> None:
+    """Print a line if `count` transitions have actions outside the box: where that is worst, relative to its width.
+
+    `farthest` [action_dim]: how far outside, at most. `env`: as in `action_box`. `kept`: they are not clipped.
+    """
+    if not count:
+        return
+    low, high = (np.broadcast_to(end, recording.action_dim) for end in box)
+    i = int((farthest / (high - low)).argmax())
+    sys.stderr.write(
+        f"warning: {recording.id}: {count / len(recording):.2%} of its transitions have actions outside the box "
+        f"{low[i]:g} to {high[i]:g} of dimension {i}, by up to {farthest[i]:.3g}: they are "
+        f"{'kept' if kept else 'clipped'} (if that is wrong, {box_cure(recording, env)})\n"
+    )
 
 
 def distance_outside(actions: Array, low: Array, high: Array) -> Array:
@@ -205,5 +275,6 @@ def distance_outside(actions: Array, low: Array, high: Array) -> Array:
 
     It is 0 at the bound and within ROUNDING of it.
     """
+    actions = actions.astype(np.float64, copy=False)  # unsigned integers wrap around
     distance = np.maximum(low - actions, actions - high)
     return np.where(np.abs(distance) <= ROUNDING * np.maximum(np.abs(low), np.abs(high)), 0.0, distance)

@@ -186,8 +186,16 @@ def write_minari(
             }
         )
         # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
-        path, storage._file_path = storage._file_path, io.BytesIO(Path(storage._file_path).read_bytes())
-        storage.update_episodes(_buffers(transitions, env, infos or {}))
+        path, empty = storage._file_path, Path(storage._file_path).read_bytes()
+        storage._file_path = io.BytesIO(empty)
+        try:
+            storage.update_episodes(_buffers(transitions, env, infos or {}))
+        except Exception as error:
+            if not infos:
+                raise
+            sys.stderr.write(f"warning: infos cannot be stored, and the data are without them: {error}\n")
+            storage._file_path = io.BytesIO(empty)
+            storage.update_episodes(_buffers(transitions, env, {}))
         Path(path).write_bytes(storage._file_path.getbuffer())
         storage.update_metadata({"dataset_size": storage.get_size()})
         for path in (aside / "data").iterdir():

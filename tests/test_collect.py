@@ -20,6 +20,7 @@ from gymnasium.spaces import flatten
 from common.command_line import command_line
 from common.errors import Finished, InputError, RunError
 from common.seeding import seeds
+from envs.make import Uniform
 from offline.collect import Args, collect
 from offline.dataset import load
 
@@ -323,8 +324,10 @@ def test_data_of_a_module_say_so_and_env_allows_it(small, monkeypatch: pytest.Mo
     module("sac").train(args := small(env=own, total_steps=60))
     collect(Args(output, None, (str(args.run_dir),), transitions=100, num_envs=2))
     source = output.removeprefix("minari:")
+    sys.modules.pop(name)
     dataset = load(source)
     assert (dataset.env, dataset.untrusted_env) == (None, own)
+    assert name not in sys.modules
     with pytest.raises(
         InputError, match=rf"names the environment {own}, but .* not imported\ngive --env {own} to allow"
     ):
@@ -369,6 +372,58 @@ def test_minari_episodes_hold_infos(vectorizer: str):
         assert np.allclose(episode.infos["place"], episode.observations[:, 0], atol=1e-6)
         assert np.array_equal(episode.infos["steps"], [np.nan, 1, 2, 3][: steps + 1], equal_nan=True)
         assert np.array_equal(episode.infos["late"], [np.nan, np.nan, 2, 3][: steps + 1], equal_nan=True)
+
+
+class Chatty(Told):
+    """Tells with names and values that HDF5 or a vector environment takes for something else."""
+
+    def step(self, action: Any) -> Any:
+        obs, *result, told = super().step(action)
+        told |= {"reward": 1.0, "reward/forward": 2.0, 7: 1.0, "y": 5.0, "_y": 4.0, "large": 10**400, ("a",): 1}
+        told |= {"_b": True, "change": False if self.steps == 1 else 2.5, "flag": np.bool_(self.steps == 2)}
+        return obs, *result, told
+
+
+gym.register("Chatty-v0", Chatty)
+
+
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+def test_minari_infos_with_odd_names_and_values(vectorizer: str):
+    """Nothing is nested, taken for a mask or made a bool by its first value."""
+    collect(Args("minari:test/chatty-v0", "Chatty-v0", ("random",), None, None, 14, 1, 2, vectorizer))
+    first = minari.load_dataset("test/chatty-v0")[0].infos
+    assert set(first) == {
+        "place",
+        "is_success",
+        "success",
+        "steps",
+        "late",
+        "reward",
+        "reward.forward",
+        "y",
+        "change",
+        "flag",
+    }
+    for name, values in {
+        "reward": [1, 1, 1],
+        "reward.forward": [2, 2, 2],
+        "y": [5, 5, 5],
+        "change": [0, 2.5, 2.5],
+    }.items():
+        assert np.array_equal(first[name], [np.nan, *values], equal_nan=True), name
+        assert first[name].dtype == np.float64
+    assert first["flag"].tolist() == [False, False, True, False]
+    assert first["flag"].dtype == bool
+
+
+def test_infos_that_cannot_be_stored_cost_no_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The episodes are written without them, and a line says so."""
+    numbers = Uniform._numbers
+    monkeypatch.setattr(Uniform, "_numbers", lambda self, info: numbers(self, info) | {".": 1.0})
+    collect(Args("minari:test/told-v0", "Told-v0", ("random",), transitions=14, num_envs=2))
+    dataset = minari.load_dataset("test/told-v0")
+    assert (dataset.total_steps, dataset[0].infos) == (14, {})
+    assert "warning: infos cannot be stored, and the data are without them" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*out of date")

@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from d4rl_file import make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_bad_input import bound_by_permissions
 
 from common.errors import InputError
 from offline import d4rl
@@ -121,6 +123,13 @@ class TestWithoutTimeouts:
         recording = d4rl.read(path, horizon=4)
         assert first_column(recording)[0] == [0, 1, 2, 4, 5, 6, 7, 8, 10]
         assert recording.ends.tolist() == [3, 5, 8, 9]
+
+    @pytest.mark.parametrize("horizon", [2.5, "4", 0])
+    def test_it_is_a_whole_number(self, tmp_path: Path, horizon: Any) -> None:
+        """Anything else is refused, from Python too."""
+        path = make(tmp_path / "a.hdf5", "....", timeouts=None)
+        with pytest.raises(InputError, match=f"--horizon is {horizon}: give .* a whole number of at least 1"):
+            load(path, horizon=horizon)
 
     def test_it_must_be_known(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"no timeouts.*--horizon"):
@@ -329,10 +338,9 @@ class TestUnreadableFiles:
             ("damaged", "is damaged or unfinished"),
             ("not closed", "was never closed by the program that wrote it"),
             ("env_kwargs", "the attribute env_kwargs is '{': it must be a dict in JSON"),
-            ("forbidden", r"cannot be read \(Permission denied\)"),
         ],
     )
-    def test_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    def test_are_named(self, tmp_path: Path, name: str, said: str) -> None:
         """Each kind in words; its content is as it was, and no handle stays open."""
         path, rows = tmp_path / "a.hdf5", {"observations": np.random.default_rng(0).random((300, 40))}
         content = make(path, "." * 299 + "t", **rows).read_bytes()
@@ -355,8 +363,6 @@ class TestUnreadableFiles:
         elif name == "env_kwargs":
             with h5py.File(path, "a") as file:
                 file.attrs["env_kwargs"] = "{"
-        elif name == "forbidden":  # root may read everything
-            monkeypatch.setattr("h5py.File", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "no")))
         before = path.read_bytes()
         with pytest.raises(InputError, match=said) as caught:
             d4rl.read(path)
@@ -365,6 +371,23 @@ class TestUnreadableFiles:
         assert not re.search("delete|remove", str(caught.value))
         assert path.read_bytes() == before
         assert not handles(path)
+
+    def test_one_that_may_not_be_read(self) -> None:
+        """The message names the permission, and not a damage."""
+        with tempfile.TemporaryDirectory() as home:  # another user may enter it, unlike pytest's own
+            os.chmod(home, 0o755)
+            folder = Path(home, "data")
+            folder.mkdir()
+            path = make(folder / "a.hdf5", "..t")
+            path.chmod(0)
+            with (
+                bound_by_permissions(folder),
+                pytest.raises(InputError, match=r"a\.hdf5 cannot be read \(Permission denied\)") as caught,
+            ):
+                d4rl.read(path)
+            assert "damaged" not in str(caught.value)
+            path.chmod(0o644)
+            assert len(d4rl.read(path)) == 3
 
     def test_the_callers_open_file_is_read_all_the_same(self, tmp_path: Path) -> None:
         """In every mode, also if its changes are not on the disk yet."""
@@ -429,7 +452,9 @@ class TestHorizon:
         """0 would otherwise mean that none was given."""
         for timeouts in ({"timeouts": None}, {}):
             path = make(tmp_path / "a.hdf5", "....", **timeouts)
-            with pytest.raises(InputError, match=f"--horizon is {horizon}: give the time limit in steps, at least 1"):
+            with pytest.raises(
+                InputError, match=f"--horizon is {horizon}: give the time limit in steps, a whole number"
+            ):
                 load(path, horizon=horizon)
             with pytest.raises(InputError, match="--horizon"):
                 next(d4rl.trajectories(path, horizon=horizon))

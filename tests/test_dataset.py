@@ -291,10 +291,10 @@ class TestMapped:
     def test_a_changed_file_or_other_arguments_make_another(self, path: str, own_cache: Path) -> None:
         load(path, mapped=True)
         load(path, mapped=True, reward_scale=2.0)
-        assert len(list(own_cache.iterdir())) == 2
+        assert len(list(own_cache.glob("*.rows"))) == 2
         make(Path(path), ENDS, rewards=np.ones(len(ENDS)))
         assert load(path, mapped=True).column("rewards").tolist() == [1] * 19
-        assert len(list(own_cache.iterdir())) == 3
+        assert len(list(own_cache.glob("*.rows"))) == 3
 
     def test_of_two_that_make_it_at_once_the_second_waits(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         read, calls = _Prepared.read, []

@@ -16,7 +16,7 @@ from offline import d4rl
 from offline.dataset import load
 from offline.environments import ENVIRONMENTS
 from offline.inspect import Args, facts, main
-from offline.recording import ROUNDING
+from offline.recording import ROUNDING, distance_outside
 
 ACTIONS = np.float32([[-2], [-1], [0], [0.5], [1], [2]])
 
@@ -53,9 +53,52 @@ class TestBox:
         """The message names the attributes and the flag; the last two environments have other actions."""
         actions = np.zeros((6, 2)) if env == "MountainCarContinuous-v0" else ACTIONS
         path = file_of(tmp_path / "a.hdf5", actions, **({"env": env} if env else {}))
-        with pytest.raises(InputError, match=r"a\.hdf5.*action_low and action_high, or --env") as caught:
+        said = r"a\.hdf5.*action_low and action_high, or --env"
+        if env == "json:Env-v0":  # the file names one, which is not imported
+            said = r"a\.hdf5 names the environment json:Env-v0, but .* not imported\ngive --env json:Env-v0 to allow it"
+        with pytest.raises(InputError, match=said) as caught:
             load(path)
         assert len(str(caught.value).splitlines()) <= 2
+
+    def test_that_is_unknown_has_a_cure_that_can_be_done(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A file can be given attributes, a Minari dataset cannot; after --env, only another one helps."""
+        import test_minari
+
+        monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+        space = Box(np.float32([-np.finfo(np.float32).max]), np.float32([np.finfo(np.float32).max]))
+        name = test_minari.create([test_minari.episode(3, 0.0, "truncated")], action_space=space)
+        path = file_of(tmp_path / "a.hdf5")
+        attributes = "give its attributes action_low and action_high, or "
+        for source, env, cure in ((path, None, f"{attributes}--env"), (path, "Hopper-v4", f"{attributes}another --env"),
+                                  (name, None, "give --env"), (name, "Hopper-v4", "give another --env")):  # fmt: skip
+            with pytest.raises(InputError, match=f"{Path(source).name}.*[:o] {cure}$"):
+                load(source, env=env)
+
+    @pytest.mark.parametrize(("kind", "limit"), [(np.int8, 100), (np.uint8, 200), (np.int32, 2**31 - 1)])
+    def test_of_integers_does_not_overflow(self, tmp_path: Path, kind: Any, limit: int) -> None:
+        """The difference of its bounds, and of an action and a bound, may be no number of their type."""
+        low = 0 if kind == np.uint8 else -limit
+        box = (np.array([low], kind), np.array([limit], kind))
+        actions = np.array([[low], [limit], [low], [limit], [low], [limit // 2]], kind)
+        path = file_of(tmp_path / "a.hdf5", actions, box)
+        expected = 2.0 * (actions[:, 0].astype(float) - low) / (limit - low) - 1.0
+        assert np.allclose(load(path, max_action=None).column("actions")[:, 0], expected)
+        assert facts(d4rl.read(path))["transitions with actions outside their bounds"] == 0
+        assert (distance_outside(actions, *box) <= 0).all()
+
+    def test_of_the_file_and_of_the_environment_may_differ(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One line names both, since the file's may be in units of its own; an unknown environment gives no line."""
+        for attributes, env in (({"env": "Pendulum-v1"}, None), ({}, "Pendulum-v1")):
+            load(file_of(tmp_path / "a.hdf5", box=(-4.0, 4.0), **attributes), env=env)
+            said = capsys.readouterr().err
+            assert "a.hdf5 states the box -4 to 4 for its actions, Pendulum-v1 has -2 to 2 (dimension 0)" in said
+            assert said.count("\n") == 1
+            assert "error" not in said
+        for box, env in (((-2.0, 2.0), "Pendulum-v1"), ((-4.0, 4.0), "NoSuch-v3"), ((-4.0, 4.0), "json:Env-v0")):
+            load(file_of(tmp_path / "a.hdf5", box=box, env=env))
+            assert capsys.readouterr().err == ""
 
     def test_of_another_environment_makes_another_mapped_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,8 +138,32 @@ class TestActionsOutsideTheBox:
         module("bc").train(small("bc", dataset=str(path), env="", offline_steps=2, online_steps=0))
         said = [line for line in capsys.readouterr().err.splitlines() if "outside" in line]
         assert len(said) == 1
-        for word in ("warning", "a.hdf5", "33.33%", "box -2 to 2", "by up to 1:", "clipped"):
+        for word in ("warning", "a.hdf5", "33.33%", "box -2 to 2", "by up to 1:", "clipped", "or --env)"):
             assert word in said[0]
+
+    def test_are_announced_again_of_mapped_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The same line at every load, though the rows are read from the disk and not counted again."""
+        monkeypatch.setenv("ONRAMP_CACHE", str(tmp_path / "cache"))
+        path = file_of(tmp_path / "a.hdf5", box=(-1.0, 1.0))
+        said = []
+        for mapped in (False, True, True):
+            load(path, mapped=mapped)
+            said.append(capsys.readouterr().err)
+        assert "33.33% of its transitions have actions outside the box" in said[0]
+        assert said[0] == said[1] == said[2]
+
+    def test_name_the_worst_dimension(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """With its own bounds, not the least and the greatest of all."""
+        actions = np.array([[0.0, 0.0], [0.5, 100.0], [0.02, 0.0]] * 2, np.float32)
+        load(file_of(tmp_path / "a.hdf5", actions, ([-0.01, -100.0], [0.01, 100.0])))
+        said = capsys.readouterr().err
+        assert (
+            "66.67% of its transitions have actions outside the box -0.01 to 0.01 of dimension 0, by up to 0.49:"
+            in said
+        )
+        assert "check action_low and action_high)" in said
 
     def test_by_rounding_are_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """0.4 in float32 is above 0.4; only what exceeds rounding is counted."""
@@ -130,8 +197,17 @@ class TestInspect:
     def test_refuses_an_env_that_does_not_fit(self, tmp_path: Path) -> None:
         """An environment that the user names must exist and have as many actions."""
         for env in ("Pendulm-v1", "Hopper-v4"):
-            with pytest.raises(InputError, match=env):
-                main(Args(str(file_of(tmp_path / "a.hdf5")), env=env))
+            for box in (None, (-1.0, 1.0)):
+                with pytest.raises(InputError, match=env):
+                    main(Args(str(file_of(tmp_path / "a.hdf5", box=box)), env=env))
+
+    def test_compares_the_box_of_env(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """One line if the file states another one, which is used."""
+        main(Args(str(file_of(tmp_path / "a.hdf5", box=(-4.0, 4.0))), env="Pendulum-v1"))
+        said = capsys.readouterr()
+        assert "states the box -4 to 4 for its actions, Pendulum-v1 has -2 to 2" in said.err
+        assert said.err.count("\n") == 1
+        assert "outside their bounds (-4 to 4)" in said.out
 
 
 WRONG = [
@@ -149,6 +225,10 @@ WRONG = [
     ({"env_kwargs": "[1, 2]"}, "attribute env_kwargs"),
     ({"env_kwargs": 3}, "attribute env_kwargs"),
     ({"env_kwargs": "[" * 100_000}, "attribute env_kwargs"),
+    *(
+        ({"env_kwargs": f'{{"{name}": 1}}'}, f"a dict in JSON without the keys .*{name}")
+        for name in ("seed", "env_id", "num_envs", "all_infos", "vectorizer", "purpose")
+    ),
     ({"env": 3}, "attribute env is .*3.*: it must be a text"),
     ({"env": np.bytes_(b"\xff\xfe")}, "attribute env is"),
     ({"env": h5py.Empty("f")}, "attribute env is"),

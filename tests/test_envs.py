@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, Graph
 
-from common.errors import InputError
+from common.errors import InputError, RunError
 from common.evaluate import evaluate
 from common.seeding import seeds
 from envs.make import make, make_vector
@@ -185,15 +185,20 @@ def test_its_spec_makes_the_same_environment(env_id: str, kwargs: dict[str, Any]
 class Unready(Odd):
     """It starts, but its first episode does not: as one whose files are missing, or that MuJoCo refuses."""
 
-    def __init__(self, error: str) -> None:
+    def __init__(self, error: str, resets: int = 0) -> None:
+        """`resets`: how many succeed."""
         super().__init__()
+        self.resets = resets
         self.error = {
             "file": FileNotFoundError(2, "No such file", "cube.xml"),
             "mujoco": mujoco.FatalError("bad\nqpos"),
         }[error]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        raise self.error
+        self.resets -= 1
+        if self.resets < 0:
+            raise self.error
+        return super().reset(seed=seed)
 
 
 gym.register("Unready-v0", entry_point=Unready)
@@ -216,6 +221,34 @@ def test_one_that_fails_at_reset_is_refused(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+def test_a_reset_that_fails_later_is_a_failed_run(vectorizer: Any) -> None:
+    """The user gave nothing wrong: the run ends, with status 1, and not as refused input."""
+    envs = make_vector("Unready-v0", 2, 0, vectorizer=vectorizer, error="file", resets=2)
+    envs.reset()
+    with pytest.raises(RunError, match=r"Unready-v0 cannot begin another episode: FileNotFoundError.*\n.*resumes"):
+        envs.reset(options={"reset_mask": np.array([True, False])})
+
+
+@pytest.mark.parametrize("obs", [{"a": 1}, ["x"], None])
+def test_a_reset_that_gives_no_numbers_is_refused(obs: Any) -> None:
+    """In words, which name the environment with its module."""
+    env = make(f"{__name__}:Odd-v0")
+    env.unwrapped.obs = obs  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match=f"{__name__}:Odd-v0 gave an observation") as caught:
+        env.reset()
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    """Not the environment itself, as if its name were wrong."""
+    with pytest.raises(
+        InputError, match=r"unexpected keyword[^\n]*\nCheck its arguments \(env_kwargs\): mass=1$"
+    ) as caught:
+        make("Pendulum-v1", mass=1)
+    assert "Did you mean" not in str(caught.value)
+
+
 class Odd(gym.Env):
     def __init__(self, actions: gym.Space = Box(-1, 1, (2,)), obs: gym.Space = Box(-1, 1, (2,))) -> None:  # noqa: B008
         self.action_space, self.observation_space = actions, obs
@@ -235,7 +268,7 @@ REFUSED = {
     "Zzzzzz-v0": "module:Name-v0",
     "": "module:Name-v0",
     "no_such_module:Thing-v0": "no_such_module:Thing-v0 does not import",
-    "json:Thing-v0": "no environment json:Thing-v0",
+    "json:Thing-v0": r"json/__init__\.py has no environment Thing-v0",
     "Unbounded-v0": "unbounded",
     "HalfBounded-v0": "unbounded",
     "Largest-v0": "unbounded",
@@ -329,6 +362,27 @@ def test_own_module_in_the_current_folder(tmp_path: Path) -> None:
     line = [sys.executable, str(script)]
     done = subprocess.run(line, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_own_module_with_the_name_of_another_one(tmp_path: Path) -> None:
+    """The message names the file that was imported and the user's, which has to get another name."""
+    (tmp_path / "json.py").write_text("")
+    code = f"import os; from envs.make import make; from common.errors import InputError; os.chdir({str(tmp_path)!r})\n"
+    said = run(code + "try: make('json:Mine-v0')\nexcept InputError as error: print(error)").stdout
+    assert "json/__init__.py has no environment Mine-v0." in said
+    assert f"instead of {tmp_path / 'json.py'}: rename that file" in said
+    assert len(said.splitlines()) == 2
+
+
+def test_own_module_that_exits(tmp_path: Path) -> None:
+    """It ends in words, as one that fails does."""
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit('no licence')\n")
+    code = (
+        "from envs.make import make; from common.errors import InputError\n"
+        "try: make('leaving:Mine-v0')\nexcept InputError as error: print(error)\n"
+    )
+    said = run(code, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
+    assert "module of leaving:Mine-v0 does not import. SystemExit: no licence" in said
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,20 @@ def test_compat_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert first != second
 
 
+def test_a_horizon_beside_a_reference_that_marks_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is for the file alone; a reference without time-outs gets it too, and the file's refusal stays."""
+    without, marked = (
+        str(make(tmp_path / "a.hdf5", "." * 12, timeouts=None)),
+        str(make(tmp_path / "b.hdf5", ".....o" * 2)),
+    )
+    for reference in (marked, without):
+        main(Args(without, reference, horizon=4))
+        assert "9 transitions in 3 episodes" in (said := capsys.readouterr().out)
+        assert "SACo" in said
+    with pytest.raises(InputError, match="marks its time-outs itself"):
+        main(Args(marked, without, horizon=4))
+
+
 def test_a_picture_in_any_format(tmp_path: Path) -> None:
     for kind in ("png", "pdf", "svg"):
         draw(np.arange(10.0), "ten", tmp_path / f"a.{kind}")

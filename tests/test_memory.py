@@ -114,8 +114,16 @@ class TestControlGroups:
         assert free_memory(CPU) == 123 * MB
         group(point, kind, "max", used=10, cache=0)
         assert free_memory(CPU) == 123 * MB
-        (point / "memory.stat").write_text("nonsense")
+        group(point, kind, "nonsense", used=10, cache=0)
         assert free_memory(CPU) == 123 * MB
+
+    @pytest.mark.parametrize("stat", ["nonsense", "anon 5\n", None])
+    def test_a_limit_holds_whatever_memory_stat_holds(self, root: Path, kind: str, stat: str | None) -> None:
+        """What can be dropped counts as nothing if it is not known."""
+        point = place(root, kind, "/")
+        group(point, kind, 700 * MB, used=300 * MB, cache=40 * MB)
+        (point / "memory.stat").unlink() if stat is None else (point / "memory.stat").write_text(stat)
+        assert free_memory(CPU) == 400 * MB
 
     def test_a_load_that_would_be_killed_is_mapped(
         self, root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -136,6 +136,19 @@ def test_the_maze_is_that_of_the_data(capsys: Any, made_in: Any, evaluated_in: A
     assert capsys.readouterr().err.count("the data's maze is used") == (evaluated_in is not None and used is made_in)
 
 
+@pytest.mark.parametrize("stated", ["data", "evaluation"])
+def test_a_maze_of_which_one_spec_is_silent(capsys: Any, stated: str) -> None:
+    """A spec without a map has the one that its id is registered with."""
+    robotics = pytest.importorskip("gymnasium_robotics.envs.maze.maps")
+    entry, kwargs = "gymnasium_robotics.envs.maze.point_maze:PointMazeEnv", {"maze_map": MIRRORED}
+    specs = {name: EnvSpec("PointMaze_UMaze-v3", entry, max_episode_steps=300, kwargs=kwargs if name == stated else {})
+             for name in ("data", "evaluation")}  # fmt: skip
+    name = create([episode(3, 0.0, "truncated")], env=specs["data"], eval_env=specs["evaluation"])
+    used = MIRRORED if stated == "data" else robotics.U_MAZE
+    assert load(name).env_kwargs["maze_map"] == used
+    assert "the data's maze is used" in capsys.readouterr().err
+
+
 def test_other_libraries_read_what_we_write() -> None:
     """Minari, d3rlpy, TorchRL and Stable-Baselines3, in an environment of their own."""
     if not (ROOT / ".venv-libraries").exists():

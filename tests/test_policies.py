@@ -162,6 +162,28 @@ def last_obs(given: str | None, seen: str) -> dict[str, Any]:
     return {"_last_obs": entry(seen), "_last_original_obs": given and entry(given)}
 
 
+LINEAR_PPO = layer("action_net", 1, 3) | {"log_std": torch.tensor([-1.0])}
+LINEAR_SAC = layer("actor.mu", 1, 3) | layer("actor.log_std", 1, 3)
+LINEAR_TD3 = layer("actor.mu.0", 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "to_unit"),
+    [
+        (LINEAR_PPO, "action_net", lambda x: (x / 2).clip(-1, 1)),
+        (LINEAR_SAC, "actor.mu", np.tanh),
+        (LINEAR_TD3, "actor.mu.0", np.tanh),
+    ],
+)
+def test_policies_without_hidden_layers(tmp_path: Path, weights: Any, name: str, to_unit: Any):
+    """As `net_arch=[]` makes them: with and without a VecNormalize."""
+    source = write_zip(tmp_path / "policy.zip", weights, **last_obs("f8", "f8"))
+    expected = to_unit(forward(weights, None, name))
+    np.testing.assert_allclose(load_policy(source, PENDULUM, 0, True)(OBS), expected, atol=1e-5)
+    np.savez(tmp_path / "policy.npz", mean=np.zeros(3), var=np.full(3, 0.25), epsilon=1e-8, clip_obs=np.inf)
+    np.testing.assert_allclose(load_policy(source, PENDULUM, 0, True)(OBS / 2), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(("weights", "given"), [(PPO, "f4"), (SAC, "f8")])
 def test_a_vec_normalize_is_applied(tmp_path: Path, capsys: Any, weights: Any, given: str):
     """By the statistics in the export next to the policy, whose hash is in the recipe."""
@@ -212,6 +234,7 @@ def test_missing_vec_normalize_statistics(tmp_path: Path, weights: Any, data: An
         (SAC, last_obs("f8", "f8"), 0),
         (SAC, last_obs("f4", "f4"), 1),
         (SAC, {}, 1),
+        (PPO, {"_last_obs": None, "_last_original_obs": None}, 1),  # it never saw an environment, as after a clean-up
         (SAC, {"_last_obs": 3, "_last_original_obs": {":serialized:": "!"}}, 1),
     ],
 )

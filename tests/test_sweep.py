@@ -23,6 +23,7 @@ from bench.mps import shared_card
 from bench.suite import SUITES, jobs, read_suite
 from bench.sweep import Args, Sweep, fill, finish, is_done, refuse_other_versions
 from bench.sweep_task import Job, Outcome
+from bench.sweep_task import run as run_job
 from common.errors import InputError
 
 RUN = """
@@ -308,6 +309,18 @@ class TestDriver:
         assert (tmp_path / "1" / "evaluations.csv").read_bytes() == b"step\n"
         assert is_done(sweep.done[0])
         assert sweep.table() == "1 done, 0 running, 0 waiting, 0 failed"
+
+
+def test_modules_in_the_callers_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The commands run in the repository's root; --env mine:Mine-v0 is in the folder that the sweep was started in."""
+    (tmp_path / "mine.py").write_text("STATUS = 7")
+    monkeypatch.chdir(tmp_path)
+    job = Job(("-c", "import mine; raise SystemExit(mine.STATUS)"), tmp_path / "1", 1)
+    monkeypatch.chdir("/")  # as a worker, which runs elsewhere
+    outcome = run_job(job)
+    assert outcome.status == 7, outcome.said
+    monkeypatch.chdir(ROOT)
+    assert "PYTHONPATH" not in Job(("algos/sac.py",), tmp_path, 1).environment
 
 
 def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
