@@ -84,10 +84,8 @@ class Dataset:
 
         Raises InputError if there is neither.
         """
-        if given:
-            return given, {}
-        if self.env:
-            return self.env, self.env_kwargs
+        if given or self.env:
+            return (given, {}) if given else (str(self.env), self.env_kwargs)
         if self.untrusted_env:
             raise not_imported(self.id, self.untrusted_env)
         raise InputError(f"{self.id} does not say what environment evaluates it: give --env")
