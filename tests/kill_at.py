@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import tyro
 
 import envs.state
@@ -32,7 +31,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "online step": (offline.switch.Switch, "add"),
     "update": (Adam, "descend"),
     "evaluation": (algorithm, "evaluate"),
-    "torch.save": (torch, "save"),
+    "save": (checkpoint, "save"),
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),
 }

@@ -88,7 +88,7 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
     run_dir = tmp_path / "killed"
     step, early, late = ("async step", 150, 33) if vectorizer == "async" else ("step", 500, 133)
     places = [(step, early), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
-    places += [("torch.save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
+    places += [("save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
     if algo == "wsrl":  # in the warm-up of 70 steps, with its last and with the first behind it
         places = [("online step", 40), ("online step", 70), ("online step", 71), *places]
     elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
