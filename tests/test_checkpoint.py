@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
         with pytest.raises(InputError, match=r"state\.pt .*run the same command") as caught:
             checkpoint.load(tmp_path / "state.pt")
     assert reason in str(caught.value)
-    assert not {"damaged", "delete"} & set(str(caught.value).split())
+    assert not any(word in str(caught.value) for word in ("damaged", "delete"))
     assert checkpoint.load(tmp_path / "state.pt")["weights"].tolist() == [1, 1, 1]
 
 
