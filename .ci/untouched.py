@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = (".git", ".venv*", "__pycache__", ".*_cache", "*.egg-info")  # of git, make setup, lint and test
+OURS = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")  # of git, make setup, lint and test
 
 
 @contextlib.contextmanager

@@ -104,13 +104,13 @@ def test_update_moves_every_network_with_its_own_loss():
     """One Adam step by hand: the first step moves a parameter by lr · g / (|g| + 1e-8)."""
     agent, batch = make_agent(), make_batch()
     before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
-    gradients = {}
+    gradients, noise = {}, agent.generator.get_state()
     for loss, network in ((agent.critic_loss(batch)[0], "critic."),):
         names = [name for name, _ in parameters(agent) if name.startswith(network)]
         gradients |= dict(
             zip(names, torch.autograd.grad(loss, [dict(parameters(agent))[n] for n in names]), strict=True)
         )
-    agent.generator.manual_seed(1)
+    agent.generator.set_state(noise)
     agent.update(batch)
     after = dict(parameters(agent))
     for name, gradient in gradients.items():
