@@ -27,13 +27,13 @@ OURS = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 def runs_of_every_algorithm() -> Iterator[None]:
     """Train each into its folder in `runs/` and kill it after its first checkpoint. A user's own run stays."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from conftest import OFFLINE, SMALL, arguments_of, flags, killed_at, module
+    from conftest import ALGORITHMS, OFFLINE, arguments_of, flags, killed_at, module
 
     from common.run import name_and_folder
 
     made: list[Path] = []
     try:
-        for algo in sorted(SMALL):
+        for algo in ALGORITHMS:
             task = {} if algo in OFFLINE else {"env": "HalfCheetah-v4"}
             folder = ROOT / name_and_folder(algo, module(algo).Args(**arguments_of(algo, task)))[1]
             if not folder.exists():

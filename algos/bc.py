@@ -4,7 +4,7 @@ The baseline of offline papers: actor and loss are those of TD3+BC (Fujimoto and
 critic; the best episodes ("10% BC") are chosen as Chen et al. 2021 do, "Decision Transformer", arXiv 2106.01345.
 
     python algos/bc.py --dataset hopper-medium-v2
-    python algos/bc.py --dataset hopper-medium-replay-v2 --top 0.1 --run-dir runs/bc10__hopper-medium-replay-v2__1
+    python algos/bc.py --dataset hopper-medium-replay-v2 --top-fraction 0.1 --run-dir runs/bc10
 
 Imitation gains nothing online, where the policy's own actions are what it would imitate: online steps are 0 by default.
 They are there because every file that takes a dataset takes them; actions are then the policy's, without noise, which
@@ -12,26 +12,21 @@ would be imitated too.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.checkpoint import restore, state_of
+from common.arguments import Fraction
 from common.command_line import command_line
-from common.evaluate import evaluate
-from common.networks import Adam, mlp
+from common.networks import mlp
 from common.normalize import FixedNormalizer
+from common.optim import Adam
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-from offline.switch import OfflineArgs, Switch, with_presets
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
 
 
 @dataclass
@@ -40,9 +35,7 @@ class Args(OfflineArgs):
     """Widths of the hidden layers of the actor."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
-    batch_size: int = 256
-    """Transitions in an update."""
-    top: float = 1.0
+    top_fraction: Fraction = 1.0
     """Imitate only the episodes of highest return, those that together hold this share of the transitions."""
 
 
@@ -79,7 +72,7 @@ class BC:
     def update(self, batch: Batch) -> Metrics:
         """One gradient step of the actor."""
         actor_loss, metrics = self.actor_loss(batch._replace(obs=self.obs_normalizer(batch.obs)))
-        self.actor_optimizer.descend(actor_loss)
+        self.actor_optimizer.minimize(actor_loss)
         return metrics
 
 
@@ -87,66 +80,26 @@ class BC:
 def train(args: Args) -> Result:
     args = with_presets(args, {})  # nothing depends on the domain
     run = Run("bc", args)
-    switch = Switch(args, run, top=args.top, full_batch=args.batch_size)
-    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
-    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = BC(args, obs_dim, action_dim, run.device)
-    update = run.accelerated(
-        lambda online: agent.update(switch.sample(args.batch_size, online, agent.generator)), agent.generator
-    )
-    act = run.acting(agent)
+    data = OfflineToOnline(args, run, top=args.top_fraction)
+    rollout = data.rollout()
+    agent = BC(args, rollout.obs_dim, rollout.action_dim, run.device)
+    agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    policy = run.policy(agent)
+    update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
+    data.load_pretrained(agent)
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
-    switch.begin(agent, obs_dim, action_dim)
-    saved = switch.open(run)
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-    else:
-        if args.init_from is None:  # which brings the statistics that its networks learned with
-            agent.obs_normalizer.set_statistics(*switch.dataset.obs_statistics())
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-
-    metrics: Metrics = {}
-
-    def learn() -> None:
-        """The updates that belong to the last step."""
-        nonlocal metrics
-        metrics = {}
-        for _ in range(switch.updates(run.step)):
-            with run.logger.timed("update"):
-                metrics = update(run.step > 0)
-
-    while run.step < args.online_steps:
-        # Act
-        if run.step < 0:
-            run.logger.count_update()
-        else:
-            with run.logger.timed("act"):
-                actions = act(obs)
-            if run.claim_updates(before_step=True):
-                learn()
-            with run.logger.timed("env_step"):
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
-            dones = terminations | truncations
-            run.logger.count(rewards, dones)
-            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+    for step in run.steps():
+        # Act: after pre-training
+        if step > 0:
+            data.add(rollout.step(policy(rollout.obs), meanwhile=update.flush))
 
         # Learn
-        if run.claim_updates():
-            learn()
+        for _ in range(data.updates_due(step, args.utd)):
+            update(online=step > 0)
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

@@ -17,51 +17,44 @@ its orthogonal start are left out.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.checkpoint import restore, state_of
+from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNegativeInt, OptionalNumber
 from common.command_line import command_line
-from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
+from common.networks import TanhGaussian, frozen, mlp
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-from offline.switch import OfflineArgs, Switch, with_presets
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
+from offline.rewards import RewardTransform
 
 
 @dataclass
 class Args(OfflineArgs):
-    may_be_zero = ("bc_steps", "cql_weight", "lagrange_gap")
-    any_sign = ("cql_clip_min", "reward_shift", "failure_reward")
-
-    offline_steps: int | None = None  # type: ignore[assignment]
-    """Updates on the dataset alone; by the dataset's domain, and 0 with --init-from."""
+    offline_steps: NonNegativeInt = BY_DOMAIN
+    """Updates on the dataset alone; 0 with --init-from."""
     retain: Literal["none", "append", "mix"] = "mix"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
 
     # Networks
-    hidden: tuple[int, ...] | None = None
-    """Widths of the actor's hidden layers; by the dataset's domain."""
-    critic_hidden: tuple[int, ...] | None = None
-    """Widths of the critics' hidden layers; by the dataset's domain."""
+    hidden: tuple[int, ...] = BY_DOMAIN
+    """Widths of the actor's hidden layers."""
+    critic_hidden: tuple[int, ...] = BY_DOMAIN
+    """Widths of the critics' hidden layers."""
     critics: int = 2
     """Critics; the target and the actor use the smallest of them."""
 
     # Learning
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Fraction = 0.005
     """Step of the target critics towards the critics, at every update."""
     actor_lr: float = 1e-4
     """Learning rate of the actor."""
@@ -69,41 +62,39 @@ class Args(OfflineArgs):
     """Learning rate of the critics, and of the Lagrange multiplier."""
     alpha_lr: float = 1e-4
     """Learning rate of the temperature."""
-    batch_size: int = 256
-    """Transitions in an update."""
-    bc_steps: int = 0
+    bc_steps: NonNegativeInt = 0
     """First updates in which the actor imitates the data's actions instead (the authors' code: 40 000)."""
 
     # Bellman target
-    max_target_backup: bool | None = None
-    """Back up the best of `cql_actions` next actions instead of one; by the dataset's domain."""
+    max_target_backup: bool = BY_DOMAIN
+    """Back up the best of `cql_actions` next actions instead of one."""
     backup_entropy: bool = False
     """Back up the policy's entropy too, as SAC does."""
 
     # Conservative term
-    cql_weight: float | None = None
-    """Weight of the conservative term (min_q_weight); by the dataset's domain."""
+    cql_weight: NonNegative = BY_DOMAIN
+    """Weight of the conservative term (min_q_weight)."""
     cql_actions: int = 10
     """Actions n from each of the three sources."""
     cql_temperature: float = 1.0
     """Temperature of the log-sum-exp."""
-    importance_sampling: bool | None = None
+    importance_sampling: bool = BY_DOMAIN
     """Divide by the density each action was drawn with, CQL(H); else CQL(ρ), where the data's action is one more; by
     the dataset's domain."""
-    cql_clip_min: float | None = None
+    cql_clip_min: OptionalNumber = None
     """Where a transition's term is cut off from below (CORL on AntMaze: -200)."""
-    lagrange_gap: float | None = None
-    """Gap that a Lagrange multiplier keeps the term at; 0: no multiplier; by the dataset's domain."""
+    lagrange_gap: NonNegative = BY_DOMAIN
+    """Gap that a Lagrange multiplier keeps the term at; 0: no multiplier."""
     calibrated: bool = False
     """Cal-QL: the policy's actions are lowered to the data's return-to-go and no further."""
 
     # Rewards
-    reward_scale: float | None = None
-    """Each reward is multiplied by this; by the dataset's domain."""
-    reward_shift: float | None = None
-    """Added to each reward then; by the dataset's domain."""
-    failure_reward: float | None = None
-    """Raw reward of a step without success; by the dataset's domain. Episodes of nothing else count as endless ones in
+    reward_scale: float = BY_DOMAIN
+    """Each reward is multiplied by this."""
+    reward_shift: AnyNumber = BY_DOMAIN
+    """Added to each reward then."""
+    failure_reward: OptionalNumber = BY_DOMAIN
+    """Raw reward of a step without success. Episodes of nothing else count as endless ones in
     Cal-QL's returns-to-go."""
 
 
@@ -132,7 +123,6 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        assert args.hidden is not None, "with_presets fills it in"
         self.net = mlp([obs_dim, *args.hidden, 2 * action_dim], generator)
 
     def forward(self, obs: Tensor) -> TanhGaussian:
@@ -145,7 +135,6 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        assert args.critic_hidden is not None, "with_presets fills it in"
         self.net = mlp([obs_dim + action_dim, *args.critic_hidden, 1], generator, args.critics)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
@@ -160,20 +149,18 @@ class CQL:
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target.load_state_dict(self.critic.state_dict())
-        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        self.log_alpha_prime = nn.Parameter(torch.ones((), device=device))  # Lagrange multiplier of the term, log
+        self.log_lagrange = nn.Parameter(torch.ones((), device=device))  # Lagrange multiplier of the term, log
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
-        self.alpha_prime_optimizer = Adam([self.log_alpha_prime], args.critic_lr)
-        assert args.cql_weight is not None, "with_presets fills it in"
-        assert args.lagrange_gap is not None, "with_presets fills it in"
+        self.lagrange_optimizer = Adam([self.log_lagrange], args.critic_lr)
         self.cql_weight, self.lagrange_gap = args.cql_weight, args.lagrange_gap
         self.args, self.device, self.action_dim = args, device, action_dim
-        self.target_entropy, self.updates = -float(action_dim), 0
+        self.target_entropy = -float(action_dim)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
@@ -181,30 +168,25 @@ class CQL:
         policy = self.actor(obs)
         return policy.mode if deterministic else policy.sample(self.generator)
 
-    def samples(self, policy: TanhGaussian, count: int) -> tuple[Tensor, Tensor]:
-        """Actions [count, batch, action_dim] and their log-probabilities [count, batch]."""
-        shape = (count, *policy.mean.shape)
-        return TanhGaussian(policy.mean.expand(shape), policy.log_std.expand(shape)).rsample(self.generator)
-
     @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
         """y = r + γ min_i Q̄_i(s', a'), or the largest such of several a' (max_target_backup): [batch]."""
         count = self.args.cql_actions if self.args.max_target_backup else 1
-        actions, log_prob = self.samples(self.actor(batch.next_obs), count)
-        next_value, best = self.critic_target(batch.next_obs, actions).amin(0).max(0)
+        actions, log_prob = self.actor(batch.next_obs).expand(count).rsample(self.generator)
+        next_value, best = self.target_critic(batch.next_obs, actions).amin(0).max(0)
         if self.args.backup_entropy:
             next_value = next_value - self.log_alpha.exp() * log_prob.gather(0, best.unsqueeze(0)).squeeze(0)
         # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
     @torch.no_grad()
-    def proposals(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def sampled_actions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """n uniform actions, n of π(·|s) and n of π(·|s') for each state, [3n, batch, action_dim], and the logarithms
         of the densities they were drawn with, [3n, batch]. Without gradient: the term trains the critics alone."""
         shape = (self.args.cql_actions, *batch.actions.shape)
         uniform = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
-        current, log_prob = self.samples(self.actor(batch.obs), self.args.cql_actions)
-        following, following_log_prob = self.samples(self.actor(batch.next_obs), self.args.cql_actions)
+        current, log_prob = self.actor(batch.obs).expand(self.args.cql_actions).rsample(self.generator)
+        following, following_log_prob = self.actor(batch.next_obs).expand(self.args.cql_actions).rsample(self.generator)
         log_density = torch.full_like(log_prob, self.action_dim * math.log(0.5))
         return torch.cat([uniform, current, following]), torch.cat([log_density, log_prob, following_log_prob])
 
@@ -231,12 +213,12 @@ class CQL:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Bellman error and conservative term of every critic, eq. 4; also that term alone [critics], for α'."""
         target = self.target(batch)
-        proposals, log_density = self.proposals(batch)
+        proposals, log_density = self.sampled_actions(batch)
         # One forward for the 3n + 1 actions of every state.
         values = self.critic(batch.obs, torch.cat([proposals, batch.actions.unsqueeze(0)]))
         bellman_error = (values[:, -1] - target).square().mean(1)
         term = self.conservative_term(values, log_density, batch.returns_to_go)
-        weight = self.cql_weight * (self.log_alpha_prime.exp().detach() if self.lagrange_gap > 0 else 1.0)
+        weight = self.cql_weight * (self.log_lagrange.exp().detach() if self.lagrange_gap > 0 else 1.0)
         loss = (bellman_error + weight * term).sum()
         metrics = {"losses/critic": loss, "losses/bellman": bellman_error, "losses/conservative": term}
         metrics |= {"losses/q": values[:, -1], "losses/q_proposed": values[:, :-1]}
@@ -259,32 +241,27 @@ class CQL:
         loss = -self.log_alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": self.log_alpha.detach().exp()}
 
-    def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
+    def lagrange_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not (appendix F)."""
-        alpha_prime = self.log_alpha_prime.exp()
+        alpha_prime = self.log_lagrange.exp()
         loss = -(alpha_prime * self.cql_weight * (term - self.lagrange_gap)).mean()
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
-
-    def imitates(self) -> bool:
-        """Counts an update; the first `bc_steps` imitate the data."""
-        self.updates += 1
-        return self.updates <= self.args.bc_steps
 
     def update(self, batch: Batch, imitate: bool = False) -> Metrics:
         """One gradient step of each network; all losses are those of the networks as they stood before."""
         actor_loss, log_prob, metrics = self.actor_loss(batch, imitate)
         critic_loss, term, critic_metrics = self.critic_loss(batch)
-        self.actor_optimizer.descend(actor_loss)  # before the critics, through which its gradient passes
-        self.critic_optimizer.descend(critic_loss)
+        self.actor_optimizer.minimize(actor_loss)  # before the critics, through which its gradient passes
+        self.critic_optimizer.minimize(critic_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
-        self.alpha_optimizer.descend(alpha_loss)
+        self.alpha_optimizer.minimize(alpha_loss)
         if self.lagrange_gap > 0:
-            alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
-            self.alpha_prime_optimizer.descend(alpha_prime_loss)
+            lagrange_loss, alpha_prime_metrics = self.lagrange_loss(term)
+            self.lagrange_optimizer.minimize(lagrange_loss)
             # α' <= 1e6. Clamped inside the loss, it would have no gradient there and never come back.
-            self.log_alpha_prime.detach().clamp_(max=math.log(1e6))
+            self.log_lagrange.detach().clamp_(max=math.log(1e6))
             metrics |= alpha_prime_metrics
-        self.follow_critic()
+        self.update_target_critic()
         return metrics | critic_metrics | alpha_metrics
 
 
@@ -292,70 +269,29 @@ class CQL:
 def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("cql", args)
-    switch = Switch(
-        args, run, args.reward_scale or 1.0, args.reward_shift or 0.0,
-        discount=args.gamma if args.calibrated else None, failure=args.failure_reward,
-        full_batch=args.batch_size,
-    )  # fmt: skip
-    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
-    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = CQL(args, obs_dim, action_dim, run.device)
-    update = run.accelerated(
-        lambda online, imitate: agent.update(switch.sample(args.batch_size, online, agent.generator), imitate),
+    rewards, discount = RewardTransform(args.reward_scale, args.reward_shift), args.gamma if args.calibrated else None
+    data = OfflineToOnline(args, run, rewards, discount=discount, failure=args.failure_reward)
+    rollout = data.rollout()
+    agent = CQL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    policy = run.policy(agent)
+    update = run.updater(
+        lambda online, imitate: agent.update(data.sample(online, agent.generator), imitate),
         agent.generator,
     )
-    act = run.acting(agent)
+    data.load_pretrained(agent)
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
-    switch.begin(agent, obs_dim, action_dim)
-    saved = switch.open(run)
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-        switch.give_up(exact)
-    else:
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-
-    metrics: Metrics = {}
-
-    def learn() -> None:
-        """The updates that belong to the last step."""
-        nonlocal metrics
-        metrics = {}
-        for _ in range(switch.updates(run.step)):
-            with run.logger.timed("update"):
-                metrics = update(run.step > 0, agent.imitates())
-
-    while run.step < args.online_steps:
-        # Act
-        if run.step < 0:
-            run.logger.count_update()
-        else:
-            with run.logger.timed("act"):
-                actions = act(obs)
-            if run.claim_updates(before_step=True):
-                learn()
-            with run.logger.timed("env_step"):
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
-            dones = terminations | truncations
-            run.logger.count(rewards, dones)
-            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+    for step in run.steps():
+        # Act: after pre-training
+        if step > 0:
+            data.add(rollout.step(policy(rollout.obs), meanwhile=update.flush))
 
         # Learn
-        if run.claim_updates():
-            learn()
+        for _ in range(data.updates_due(step, args.utd)):
+            update(online=step > 0, imitate=update.count < args.bc_steps)
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

@@ -17,87 +17,82 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
-from common.acting import acting, uniform_actions
-from common.checkpoint import restore, state_of
+from common.acting import acting
+from common.arguments import BY_DOMAIN, BY_SIZE, AnyNumber, Fraction, NonNegative, NonNegativeInt, Probability
 from common.command_line import command_line
-from common.denoiser import Denoiser, variance_preserving
+from common.diffusion import Denoiser, Diffusion, Flow
 from common.errors import InputError
-from common.evaluate import Act, evaluate
-from common.networks import Adam, Polyak, TanhGaussian, frozen, glorot, mlp
+from common.evaluate import Act
+from common.networks import TanhGaussian, frozen, glorot, mlp
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-from offline.switch import OfflineArgs, Switch, with_presets
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
+from offline.rewards import RewardTransform
 
 
 @dataclass
 class Args(OfflineArgs):
-    may_be_zero = ("random_steps", "edits", "dropout", "soft_selection", "weight_decay")
-    any_sign = ("reward_shift",)
-
     # From data to online
-    offline_steps: int | None = None  # type: ignore[assignment]
-    """Updates of the base policy alone, on the dataset; by the dataset's domain, and 0 with --init-from."""
+    offline_steps: NonNegativeInt = BY_DOMAIN
+    """Updates of the base policy alone, on the dataset; 0 with --init-from."""
     retain: Literal["none", "append", "mix"] = "mix"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
-    random_steps: int | None = None
-    """Uniform random steps before learning, where nothing was learned offline; by the dataset's domain."""
-    utd: int | None = None  # type: ignore[assignment]
-    """Critic updates for each environment step; base policy and edits learn once, from the last batch; by --size."""
+    random_steps: NonNegativeInt = BY_DOMAIN
+    """Uniform random steps before learning, where nothing was learned offline."""
+    utd: int = BY_SIZE
+    """Critic updates for each environment step; base policy and edits learn once, from the last batch."""
 
     # Networks
     size: Literal["paper", "small"] = "paper"
     """The paper's, or what a laptop can run: sets what is said to be by --size."""
     policy: Literal["diffusion", "flow"] = "diffusion"
     """The base policy: DDPM, or flow matching with Euler steps."""
-    hidden: tuple[int, ...] | None = None
-    """Widths of the hidden layers of critics and edit policy; by --size."""
-    width: int | None = None
-    """Of the base policy's residual stream; by --size."""
-    blocks: int | None = None
-    """Residual blocks of the base policy; by --size."""
+    hidden: tuple[int, ...] = BY_SIZE
+    """Widths of the hidden layers of critics and edit policy."""
+    width: int = BY_SIZE
+    """Of the base policy's residual stream."""
+    blocks: int = BY_SIZE
+    """Residual blocks of the base policy."""
     critics: int = 10
     """Critics."""
-    target_critics: int | None = None
-    """How many, drawn anew each time, choose an action, and how many value it; by the dataset's domain."""
-    dropout: float | None = None
-    """Dropout in the edit policy's hidden layers; by the dataset's domain."""
+    target_critics: int = BY_DOMAIN
+    """How many, drawn anew each time, choose an action, and how many value it."""
+    dropout: Probability = BY_DOMAIN
+    """Dropout in the edit policy's hidden layers."""
 
     # Acting
     denoising_steps: int = 10
     """Steps T of the base policy from noise to an action."""
-    base_samples: int | None = None
-    """Base samples N in each choice; by --size."""
-    edits: int | None = None
-    """Of which M are edited too; by --size."""
-    edit_scale: float | None = None
-    """Largest change β that an edit makes to an action in [-1, 1]; by the dataset's domain."""
+    base_samples: int = BY_SIZE
+    """Base samples N in each choice."""
+    edits: NonNegativeInt = BY_SIZE
+    """Of which M are edited too."""
+    edit_scale: float = BY_DOMAIN
+    """Largest change β that an edit makes to an action in [-1, 1]."""
     base_candidates: bool = True
     """Choose among base samples and edits, else among the edits alone."""
     best_backup: bool = True
     """Back up the best candidate, else the first: a base sample, edited where there are edits."""
-    soft_selection: float = 0.0
+    soft_selection: NonNegative = 0.0
     """κ of drawing a candidate with probability ∝ exp(κ Q); 0: the best is taken."""
 
     # Learning
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Fraction = 0.005
     """Step of the target critics towards the critics, at every update of theirs."""
-    base_tau: float = 0.001
+    base_tau: Fraction = 0.001
     """Step of the base policy that acts towards the one that learns, at every update."""
     actor_lr: float = 3e-4
     """Learning rate of base and edit policy; falls to 0 as a cosine."""
     decay_updates: int = 3_000_000
     """Over so many updates of each."""
-    weight_decay: float = 1e-4
+    weight_decay: NonNegative = 1e-4
     """Of the base policy."""
     critic_lr: float = 3e-4
     """Learning rate of the critics."""
@@ -105,10 +100,19 @@ class Args(OfflineArgs):
     """Learning rate of the temperature."""
     adjust_target_entropy: bool = False
     """Let the target entropy be that of unscaled edits, which every edit scale can reach."""
-    batch_size: int = 256
-    """Transitions in an update."""
-    reward_shift: float | None = None
-    """Added to each reward; by the dataset's domain."""
+    reward_shift: AnyNumber = BY_DOMAIN
+    """Added to each reward."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.edits is not BY_SIZE and self.base_samples is not BY_SIZE:
+            most, edits = self.base_samples, self.edits
+            if edits > most or not (edits or self.base_candidates):
+                raise InputError(
+                    f"--edits is {edits}: give at most --base-samples, {most}, and some without base candidates"
+                )
+        if self.target_critics is not BY_DOMAIN and self.target_critics > self.critics:
+            raise InputError(f"--target-critics is {self.target_critics}: give at most --critics, {self.critics}")
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -117,8 +121,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 LOCOMOTION = {
     "offline_steps": 0, "random_steps": 5_000, "target_critics": 2, "dropout": 0.0, "edit_scale": 0.05,
-    "reward_shift": 0.0,
-}  # fmt: skip
+    "reward_shift": 0.0}  # fmt: skip
 ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
 PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; locomotion, maze2d and dense adroit have none
     "locomotion": LOCOMOTION,
@@ -129,17 +132,20 @@ PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; locomotion, maze
 }
 
 
+BASE, BASE_ARGS = ("base", "base_average", "base_optimizer"), ("policy", "denoising_steps", "width", "blocks")
+
+
 class EditPolicy(nn.Module):
     """π(ê|s, a): obs and actions [..., batch, ·] to a tanh-Gaussian over edits [..., batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        sizes = [obs_dim + action_dim, *(args.hidden or ()), 2 * action_dim]
+        sizes = [obs_dim + action_dim, *args.hidden, 2 * action_dim]
         self.net = glorot(mlp(sizes, generator), generator)
 
     def forward(self, obs: Tensor, actions: Tensor, generator: torch.Generator, dropout: float = 0.0) -> TanhGaussian:
         inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        outputs = self.net.dropped_out(inputs, dropout, generator).unflatten(0, actions.shape[:-1])
+        outputs = self.net.forward_with_dropout(inputs, dropout, generator).unflatten(0, actions.shape[:-1])
         mean, log_std = outputs.chunk(2, dim=-1)
         return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
 
@@ -150,40 +156,40 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        sizes = [obs_dim + action_dim, *(args.hidden or ()), 1]
+        sizes = [obs_dim + action_dim, *args.hidden, 1]
         self.net = glorot(mlp(sizes, generator, args.critics, layer_norm=True), generator)
 
     def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
         inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        values: Tensor = self.net(inputs) if members is None else self.net.member(members, inputs)
+        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
         return values.view(-1, *actions.shape[:-1])
 
 
 class EXPO:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
-        given: Any = args  # with_presets has filled in what could be None
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
-        self.base = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)
-        self.base_average = Denoiser(obs_dim, action_dim, given.width, given.blocks, initializer).to(device)  # it acts
+        self.base = Denoiser(obs_dim, action_dim, args.width, args.blocks, initializer).to(device)
+        self.base_average = Denoiser(obs_dim, action_dim, args.width, args.blocks, initializer).to(device)  # it acts
         self.base_average.load_state_dict(self.base.state_dict())
         self.edit = EditPolicy(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target.load_state_dict(self.critic.state_dict())
-        self.follow_base = Polyak(self.base_average, self.base, args.base_tau)
-        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.update_average_base = SoftUpdate(self.base_average, self.base, args.base_tau)
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         self.base_optimizer = Adam(self.base.parameters(), args.actor_lr, weight_decay=args.weight_decay)
         self.edit_optimizer = Adam(self.edit.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.args, self.device, self.action_dim = args, device, action_dim
-        self.base_samples, self.edits, self.edit_scale = given.base_samples, given.edits, given.edit_scale
-        self.target_critics, self.dropout, self.T = given.target_critics, given.dropout, args.denoising_steps
-        self.log_scale = action_dim * math.log(given.edit_scale)  # log π of β ê is lower than that of ê by this
+        self.base_samples, self.edits, self.edit_scale = args.base_samples, args.edits, args.edit_scale
+        self.target_critics, self.dropout = args.target_critics, args.dropout
+        self.log_scale = action_dim * math.log(args.edit_scale)  # log π of β ê is lower than that of ê by this
         self.target_entropy = -0.5 * action_dim + (self.log_scale if args.adjust_target_entropy else 0.0)
-        self.betas, self.alpha_bars = (part.to(device) for part in variance_preserving(self.T))
+        steps = args.denoising_steps
+        self.process = Flow(steps) if args.policy == "flow" else Diffusion.variance_preserving(steps, device)
 
     def normal(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.randn(shape, generator=generator or self.generator, device=self.device)
@@ -192,32 +198,21 @@ class EXPO:
     def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim], the best of the candidates; they may lie outside of [-1, 1].
 
-        `deterministic`: clipped, and with the same noise at every call unless a generator is given.
+        `deterministic`: clipped, and with the same noise at every call unless a generator is args.
         """
         generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
-        actions = self.best(obs, self.candidates(self.base_average, obs, generator), generator)
+        actions = self.select_best_action(obs, self.candidates(self.base_average, obs, generator), generator)
         return actions.clamp(-1.0, 1.0) if deterministic else actions
 
-    def for_evaluation(self) -> Act:
+    def eval_policy(self) -> Act:
         """Return the policy, which samples, with noise of its own that is the same in every evaluation."""
         return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
 
     @torch.no_grad()
     def sample(self, base: Denoiser, obs: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """`count` actions of the base policy for each state: [count, batch, action_dim]."""
-        x = self.normal(count, len(obs), self.action_dim, generator=generator)
-        if self.args.policy == "flow":
-            for k in range(self.T):  # dx/dt = v(s, x, t) from noise at 0 to actions at 1, by Euler
-                x = x + base(obs, x, torch.full((), float(k), device=self.device)) / self.T
-            return x.clamp(-1.0, 1.0)
-        for k in reversed(range(self.T)):
-            noise = base(obs, x, torch.full((), float(k), device=self.device))
-            beta, alpha_bar = self.betas[k], self.alpha_bars[k]
-            x = (x - beta / (1.0 - alpha_bar).sqrt() * noise) / (1.0 - beta).sqrt()
-            if k > 0:
-                x = x + beta.sqrt() * self.normal(*x.shape, generator=generator)
-            x = x.clamp(-1.0, 1.0)
-        return x
+        noise = self.normal(count, len(obs), self.action_dim, generator=generator)
+        return self.process.sample(partial(base, obs), noise, generator)
 
     @torch.no_grad()
     def candidates(self, base: Denoiser, obs: Tensor, generator: torch.Generator) -> Tensor:
@@ -232,10 +227,10 @@ class EXPO:
         return torch.rand(self.args.critics, generator=generator, device=self.device).argsort()[: self.target_critics]
 
     @torch.no_grad()
-    def best(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
+    def select_best_action(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
         """The on-the-fly policy: of the candidates [k, batch, action_dim] those with the highest value by the smallest
         target critic drawn, [batch, action_dim]."""
-        values = self.critic_target(obs, candidates, self.subset(generator)).amin(0)
+        values = self.target_critic(obs, candidates, self.subset(generator)).amin(0)
         if self.args.soft_selection:  # the highest of κ Q plus Gumbel noise is a draw from the softmax
             uniform = torch.rand(values.shape, generator=generator, device=self.device)
             values = self.args.soft_selection * values - torch.log(-torch.log(uniform.clamp(1e-20)))
@@ -246,10 +241,10 @@ class EXPO:
     def target(self, batch: Batch, candidates: Tensor) -> Tensor:
         """y = r + γ min_{i ∈ S₂} Q̄_i(s', a*), S₂ not the subset that chose a*: [batch]."""
         if self.args.best_backup:
-            next_actions = self.best(batch.next_obs, candidates, self.generator)
+            next_actions = self.select_best_action(batch.next_obs, candidates, self.generator)
         else:
             next_actions = candidates[self.base_samples if self.edits and self.args.base_candidates else 0]
-        next_value = self.critic_target(batch.next_obs, next_actions, self.subset(self.generator)).amin(0)
+        next_value = self.target_critic(batch.next_obs, next_actions, self.subset(self.generator)).amin(0)
         # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
@@ -261,16 +256,8 @@ class EXPO:
 
     def base_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Denoising: ‖ε(s, √ᾱ_t a + √(1 - ᾱ_t) ε, t) - ε‖²; flow matching: ‖v(s, (1 - t) ε + t a, t) - (a - ε)‖²."""
-        actions, noise = batch.actions, self.normal(*batch.actions.shape)
-        if self.args.policy == "flow":
-            t = torch.rand(len(actions), generator=self.generator, device=self.device)
-            noisy = torch.lerp(noise, actions, t.unsqueeze(-1))
-            errors = self.base(batch.obs, noisy, t * self.T) - (actions - noise)
-        else:
-            t = torch.randint(self.T, (len(actions),), generator=self.generator, device=self.device)
-            alpha_bar = self.alpha_bars[t].unsqueeze(-1)
-            noisy = alpha_bar.sqrt() * actions + (1.0 - alpha_bar).sqrt() * noise
-            errors = self.base(batch.obs, noisy, t.float()) - noise
+        noise = self.normal(*batch.actions.shape)
+        errors = self.process.errors(partial(self.base, batch.obs), batch.actions, noise, self.generator)
         loss = errors.square().sum(-1).mean()
         return loss, {"losses/base": loss.detach()}
 
@@ -291,8 +278,8 @@ class EXPO:
     def imitate(self, batch: Batch) -> Metrics:
         """One gradient step of the base policy, which no value reaches."""
         base_loss, metrics = self.base_loss(batch)
-        self.base_optimizer.descend(base_loss)
-        self.follow_base()
+        self.base_optimizer.minimize(base_loss)
+        self.update_average_base()
         return metrics
 
     def update(self, batch: Batch, online: bool = True) -> Metrics:
@@ -303,15 +290,15 @@ class EXPO:
         parts = zip(batch.slices(self.args.batch_size), candidates.split(self.args.batch_size, dim=1), strict=True)
         for part, for_part in parts:
             critic_loss, critic_metrics = self.critic_loss(part, for_part)
-            self.critic_optimizer.descend(critic_loss)
-            self.follow_critic()
+            self.critic_optimizer.minimize(critic_loss)
+            self.update_target_critic()
         metrics = critic_metrics | self.imitate(part)
         if not self.edits:
             return metrics
         edit_loss, log_prob, edit_metrics = self.edit_loss(part)
-        self.edit_optimizer.descend(edit_loss)
+        self.edit_optimizer.minimize(edit_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
-        self.alpha_optimizer.descend(alpha_loss)
+        self.alpha_optimizer.minimize(alpha_loss)
         self.log_alpha.data.clamp_(max=20.0)
         return metrics | edit_metrics | alpha_metrics
 
@@ -326,73 +313,33 @@ class EXPO:
 @returns_result
 def train(args: Args) -> Result:
     args = with_presets(args, {domain: preset | SIZES[args.size] for domain, preset in PRESETS.items()})
-    if (edits := args.edits or 0) > (most := args.base_samples or 1) or not (edits or args.base_candidates):
-        raise InputError(f"--edits is {edits}: give at most --base-samples, {most}, and some without base candidates")
-    if (args.target_critics or 0) > args.critics:
-        raise InputError(f"--target-critics is {args.target_critics}: give at most --critics, {args.critics}")
     run = Run("expo", args)
-    switch = Switch(args, run, reward_shift=args.reward_shift or 0.0)
-    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
-    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = EXPO(args, obs_dim, action_dim, run.device)
-    sizes = {False: args.batch_size, True: (args.utd or 1) * args.batch_size}
-    update = run.accelerated(
-        lambda online: agent.update(switch.sample(sizes[online], online, agent.generator), online), agent.generator
-    )
-    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
-    base = ("base", "base_average", "base_optimizer")
-    switch.begin(agent, obs_dim, action_dim, parts=base, alike=("policy", "denoising_steps", "width", "blocks"))
-    saved = switch.open(run)
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-    else:
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
+    rewards, online_batch = RewardTransform(shift=args.reward_shift), args.utd * args.batch_size
+    data = OfflineToOnline(args, run, rewards, online_batch=online_batch, wait_for_full_batch=False)
+    rollout = data.rollout()
+    agent = EXPO(args, rollout.obs_dim, rollout.action_dim, run.device)
+    policy = run.policy(agent)
+    update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
+    data.load_pretrained(agent, only=BASE, must_match=BASE_ARGS)
+    random_steps = 0 if args.offline_steps or args.init_from else args.random_steps
+    run.warn_if_no_updates(random_steps, "--random-steps")
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
-    metrics: Metrics = {}
-    random_steps = 0 if args.offline_steps or args.init_from else args.random_steps or 0
-    run.warn_if_idle(random_steps, "--random-steps")
+    for step in run.steps():
+        pre_training, collecting = step <= 0, 0 < step <= random_steps
+        # Act
+        if not pre_training:
+            random = rollout.steps < random_steps
+            actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
+            data.add(rollout.step(actions, meanwhile=update.flush))  # actions as they were chosen, not clipped
 
-    def learn() -> None:
-        """What belongs to the last step: the base policy alone in pre-training; nothing while data are collected."""
-        nonlocal metrics
-        agent.decay(run.step)
-        metrics, waits = {}, 0 < run.step <= random_steps or not switch.updates(run.step)
-        for _ in range(0 if waits else args.num_envs if run.step > 0 else 1):
-            with run.logger.timed("update"):
-                metrics = update(run.step > 0)
-
-    while run.step < args.online_steps:
-        # Act: no step of the environment in pre-training
-        if run.step < 0:
-            run.logger.count_update()
-        else:
-            with run.logger.timed("act"):
-                actions = explore() if run.step < random_steps else act(obs)
-            if run.claim_updates(before_step=True):
-                learn()
-            with run.logger.timed("env_step"):
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions.clip(-1.0, 1.0))
-            switch.add(obs, actions, rewards, next_obs, terminations, truncations)  # as they were chosen, not clipped
-            dones = terminations | truncations
-            run.logger.count(rewards, dones)
-            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
-
-        # Learn
-        if run.claim_updates():
-            learn()
+        # Learn: the base policy alone in pre-training
+        agent.decay(step)
+        for _ in range(0 if collecting else data.updates_due(step)):
+            update(online=not pre_training)
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(agent.for_evaluation(), eval_envs, eval_seeds))
-        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

@@ -19,33 +19,26 @@ What differs here: networks start as PyTorch's layers do (`--orthogonal`: as the
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.checkpoint import restore, state_of
+from common.arguments import BY_DOMAIN, AnyNumber, Fraction, OpenFraction, Probability
 from common.command_line import command_line
-from common.evaluate import evaluate
-from common.networks import HALF_LOG_2PI, MLP, Adam, Polyak, mlp, orthogonal
+from common.networks import HALF_LOG_2PI, MLP, mlp, orthogonal
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-from offline.switch import OfflineArgs, Switch, with_presets
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
+from offline.rewards import RewardTransform
 
 
 @dataclass
 class Args(OfflineArgs):
-    may_be_zero = ("dropout",)
-    any_sign = ("reward_shift",)
-
     # Networks
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers of actor, critics and value."""
@@ -53,19 +46,19 @@ class Args(OfflineArgs):
     """Critics; the smallest of their targets counts."""
     orthogonal: bool = False
     """Start every layer orthogonal with gain √2 and without biases, as the authors, not as PyTorch's own layers do."""
-    dropout: float | None = None
-    """Dropout in the actor's hidden layers; by the dataset's domain."""
+    dropout: Probability = BY_DOMAIN
+    """Dropout in the actor's hidden layers."""
 
     # Learning
-    expectile: float | None = None
-    """τ of the expectile regression, eq. 5; by the dataset's domain."""
-    temperature: float | None = None
-    """β of the policy's weights, eq. 7; by the dataset's domain."""
+    expectile: OpenFraction = BY_DOMAIN
+    """τ of the expectile regression, eq. 5."""
+    temperature: float = BY_DOMAIN
+    """β of the policy's weights, eq. 7."""
     max_weight: float = 100.0
     """Where those weights are cut off."""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Fraction = 0.005
     """Step of the target critics towards the critics, at every update."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
@@ -73,26 +66,24 @@ class Args(OfflineArgs):
     """Learning rate of the critics."""
     value_lr: float = 3e-4
     """Learning rate of the value."""
-    batch_size: int = 256
-    """Transitions in an update."""
 
     # Rewards
-    normalize_returns: bool | None = None
-    """Scale rewards by 1000 / (best - worst return of the dataset); by the dataset's domain."""
-    reward_shift: float | None = None
-    """Added to each reward; by the dataset's domain."""
+    normalize_returns: bool = BY_DOMAIN
+    """Scale rewards by 1000 / (best - worst return of the dataset)."""
+    reward_shift: AnyNumber = BY_DOMAIN
+    """Added to each reward."""
 
 
 # Appendix B, and the authors' configurations.
 LOCOMOTION = {
     "expectile": 0.7, "temperature": 3.0, "dropout": 0.0, "normalize_returns": True, "reward_shift": 0.0,
 }  # fmt: skip
-HANDS = LOCOMOTION | {"temperature": 0.5, "dropout": 0.1, "normalize_returns": False}
+ADROIT = LOCOMOTION | {"temperature": 0.5, "dropout": 0.1, "normalize_returns": False}
 PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"expectile": 0.9, "temperature": 10.0, "normalize_returns": False, "reward_shift": -1.0},
-    "adroit": HANDS,
-    "kitchen": HANDS,
+    "adroit": ADROIT,
+    "kitchen": ADROIT,
 }
 
 
@@ -114,9 +105,9 @@ class Actor(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         return torch.tanh(self.net(obs))
 
-    def dropped_out(self, obs: Tensor, generator: torch.Generator) -> Tensor:
+    def forward_with_dropout(self, obs: Tensor, generator: torch.Generator) -> Tensor:
         """μ with a share of the hidden units left out."""
-        return torch.tanh(self.net.dropped_out(obs, self.dropout, generator))
+        return torch.tanh(self.net.forward_with_dropout(obs, self.dropout, generator))
 
     @property
     def clipped_log_std(self) -> Tensor:
@@ -159,10 +150,10 @@ class IQL:
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target.load_state_dict(self.critic.state_dict())
+        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.target_critic.load_state_dict(self.critic.state_dict())
         self.value = Value(obs_dim, args, initializer).to(device)
-        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.value_optimizer = Adam(self.value.parameters(), args.value_lr)
@@ -190,7 +181,7 @@ class IQL:
     def actor_loss(self, batch: Batch, advantages: Tensor) -> tuple[Tensor, Metrics]:
         """Advantage-weighted regression, eq. 7. The weight is cut off, not the advantage, and gets no gradient."""
         weights = (self.temperature * advantages).exp().clamp(max=self.max_weight)
-        mean = self.actor.dropped_out(batch.obs, self.generator)
+        mean = self.actor.forward_with_dropout(batch.obs, self.generator)
         loss = -(weights * self.actor.log_prob(mean, batch.actions)).mean()
         return loss, {
             "losses/actor": loss.detach(),
@@ -208,16 +199,16 @@ class IQL:
     def update(self, batch: Batch) -> Metrics:
         """One gradient step of each network (the paper's algorithm 1, as its authors' code interleaves the two)."""
         with torch.no_grad():
-            target_values = self.critic_target(batch.obs, batch.actions).amin(0)
+            target_values = self.target_critic(batch.obs, batch.actions).amin(0)
         value_loss, value_metrics = self.value_loss(batch, target_values)
-        self.value_optimizer.descend(value_loss)
+        self.value_optimizer.minimize(value_loss)
         with torch.no_grad():  # the new V, of both observations in one forward
             values, next_values = self.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
         actor_loss, actor_metrics = self.actor_loss(batch, target_values - values)
-        self.actor_optimizer.descend(actor_loss)
+        self.actor_optimizer.minimize(actor_loss)
         critic_loss, critic_metrics = self.critic_loss(batch, next_values)
-        self.critic_optimizer.descend(critic_loss)
-        self.follow_critic()
+        self.critic_optimizer.minimize(critic_loss)
+        self.update_target_critic()
         return value_metrics | actor_metrics | critic_metrics
 
     def decay(self, step: int) -> None:
@@ -231,68 +222,27 @@ class IQL:
 def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("iql", args)
-    switch = Switch(
-        args, run, normalize_returns=bool(args.normalize_returns), reward_shift=args.reward_shift or 0.0,
-        full_batch=args.batch_size,
-    )  # fmt: skip
-    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
-    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = IQL(args, obs_dim, action_dim, run.device)
-    update = run.accelerated(
-        lambda online: agent.update(switch.sample(args.batch_size, online, agent.generator)), agent.generator
-    )
-    act = run.acting(agent)
+    rewards = RewardTransform(shift=args.reward_shift)
+    data = OfflineToOnline(args, run, rewards, normalize_returns=args.normalize_returns)
+    rollout = data.rollout()
+    agent = IQL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    policy = run.policy(agent)
+    update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
+    data.load_pretrained(agent)
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
-    switch.begin(agent, obs_dim, action_dim)
-    saved = switch.open(run)
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-    else:
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-
-    metrics: Metrics = {}
-
-    def learn() -> None:
-        """The updates that belong to the last step."""
-        nonlocal metrics
-        metrics = {}
-        for _ in range(switch.updates(run.step)):
-            agent.decay(run.step)
-            with run.logger.timed("update"):
-                metrics = update(run.step > 0)
-
-    while run.step < args.online_steps:
-        # Act
-        if run.step < 0:
-            run.logger.count_update()
-        else:
-            with run.logger.timed("act"):
-                actions = act(obs)
-            if run.claim_updates(before_step=True):
-                learn()
-            with run.logger.timed("env_step"):
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
-            dones = terminations | truncations
-            run.logger.count(rewards, dones)
-            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+    for step in run.steps():
+        # Act: after pre-training
+        if step > 0:
+            data.add(rollout.step(policy(rollout.obs), meanwhile=update.flush))
 
         # Learn
-        if run.claim_updates():
-            learn()
+        agent.decay(step)
+        for _ in range(data.updates_due(step, args.utd)):
+            update(online=step > 0)
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

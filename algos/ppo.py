@@ -9,7 +9,8 @@ results rest on (Huang et al. 2022, "The 37 Implementation Details of Proximal P
 Where public versions differ (docs/ppo.md has CleanRL's choices as flags):
 - as in Tianshou, 64 environments share a round of 2 048 steps, advantages are recomputed at every epoch and not
   normalised, and V is not clipped; rewards are scaled, where Tianshou scales returns (`--return-scaling`);
-- a truncated episode bootstraps from its final observation (CleanRL counts it as terminated: `--truncation-ends`);
+- a truncated episode bootstraps from its final observation (CleanRL counts it as terminated:
+  `--treat-truncation-as-termination`);
 - observations' statistics move between rounds only, so that the policy that learns is the one that acted;
 - actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
 """
@@ -17,37 +18,31 @@ Where public versions differ (docs/ppo.md has CleanRL's choices as flags):
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gymnasium.spaces import flatdim
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.arguments import OnlineArgs
-from common.checkpoint import restore, state_of
+from common.arguments import Fraction, NonNegative, NonNegativeInt, OnlineArgs, UnitInterval
 from common.command_line import command_line
-from common.errors import InputError, require_finite
-from common.evaluate import evaluate
-from common.networks import HALF_LOG_2PI, Adam, mlp, orthogonal
+from common.errors import InputError
+from common.networks import HALF_LOG_2PI, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
+from common.optim import Adam
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
+from common.seeding import generator
+from common.updater import Metrics
+from envs.rollout import Rollout, Transitions
 
 Array = NDArray[np.float32]
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
 
 
 @dataclass
 class Args(OnlineArgs):
-    may_be_zero = ("entropy_coefficient", "gae_lambda", "decay_steps")
-
     num_envs: int = 64
     """Environments stepped together; they share a round's steps."""
     eval_every: int = 20_000
@@ -72,13 +67,13 @@ class Args(OnlineArgs):
     """Steps in a gradient step."""
     learning_rate: float = 3e-4
     """Learning rate at the start; it falls linearly to 0."""
-    decay_steps: int = 0
+    decay_steps: NonNegativeInt = 0
     """Environment steps after which the learning rate is 0; 0: `total_steps`."""
     adam_epsilon: float = 1e-5
     """ε of Adam."""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    gae_lambda: float = 0.95
+    gae_lambda: UnitInterval = 0.95
     """λ of the advantage estimate."""
     clip: float = 0.2
     """ε: how far the ratio of new to old probability may count."""
@@ -86,7 +81,7 @@ class Args(OnlineArgs):
     """Clip the change of the value function by ε too."""
     value_coefficient: float = 0.25
     """Weight of the value function's loss."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
     max_gradient_norm: float = 0.5
     """Longer gradients, over all parameters, are scaled down to this."""
@@ -96,21 +91,13 @@ class Args(OnlineArgs):
     """With the present value function, at every epoch."""
     return_scaling: bool = False
     """Scale the value function's targets by the returns' deviation instead of the rewards by that of their sums."""
-    truncation_ends: bool = False
+    treat_truncation_as_termination: bool = False
     """Count a truncated episode as terminated, as CleanRL does."""
 
-
-class Rollout(NamedTuple):
-    """A round's steps: obs and next_obs [steps, num_envs, obs_dim], actions [steps, num_envs, action_dim], as drawn,
-    rewards, terminations and truncations [steps, num_envs]. next_obs is the true successor where an episode ends too.
-    """
-
-    obs: Array
-    actions: Array
-    rewards: Array
-    next_obs: Array
-    terminations: NDArray[np.bool_]
-    truncations: NDArray[np.bool_]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout_steps < self.num_envs:
+            raise InputError(f"--rollout-steps is {self.rollout_steps}: give at least --num-envs, {self.num_envs}")
 
 
 class Minibatch(NamedTuple):
@@ -201,16 +188,24 @@ class PPO:
         loss = policy_loss.add(value_loss, alpha=self.args.value_coefficient)
         if self.args.entropy_coefficient:
             loss = loss - self.args.entropy_coefficient * self.actor.entropy()
-        self.optimizer.descend(loss, self.args.max_gradient_norm)
+        self.optimizer.minimize(loss, self.args.max_gradient_norm)
         metrics = {"losses/policy": policy_loss.detach(), "losses/value": value_loss.detach()}
         return metrics | {"losses/gradient_norm": self.optimizer.gradient_norm}
 
-    def update(self, rollout: Rollout, step: Callable[[Minibatch], Metrics] | None = None) -> Metrics:
-        """Epochs of minibatch steps on what one round brought (the paper's algorithm 1); `step` is a faster form of
-        the method."""
+    def decay(self, step: int) -> None:
+        """Set the learning rate of the iteration that starts at `step`: it falls linearly to 0."""
+        passed = step / (self.args.decay_steps or self.args.total_steps)
+        self.optimizer.lr = self.args.learning_rate * max(0.0, 1.0 - passed)
+
+    def update(self, rollout: Transitions, step: Callable[..., Metrics] | None = None) -> Metrics:
+        """Take epochs of minibatch steps on an iteration's transitions, arrays of [steps, num_envs, ...] (algorithm 1).
+
+        `step` is a faster form of the method, with a minibatch's parts as its arguments.
+        """
         dones = rollout.terminations | rollout.truncations
         args = self.args
-        rewards = rollout.rewards if args.return_scaling else self.reward_scaler(rollout.rewards, dones)
+        rewards = rollout.rewards.astype(np.float32)
+        rewards = rewards if args.return_scaling else self.reward_scaler(rewards, dones)
         obs, next_obs = (
             self.obs_normalizer(torch.from_numpy(part).to(self.device)).flatten(0, 1)
             for part in (rollout.obs, rollout.next_obs)
@@ -218,7 +213,7 @@ class PPO:
         actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
         with torch.no_grad():
             log_probs = self.actor.log_prob(obs, actions)
-        terminations = dones if args.truncation_ends else rollout.terminations
+        terminations = dones if args.treat_truncation_as_termination else rollout.terminations
         metrics: Metrics = {}
         norms = []
         for epoch in range(args.epochs):
@@ -238,14 +233,14 @@ class PPO:
             order = torch.randperm(len(obs), generator=self.generator, device=self.device)
             shuffled = (part[order].split(args.minibatch_size) for part in data)
             for minibatch in zip(*shuffled, strict=True):
-                metrics = (step or self.step)(Minibatch(*minibatch))
+                metrics = step(*minibatch) if step else self.step(Minibatch(*minibatch))
                 norms.append(metrics["losses/gradient_norm"].clone())
         self.obs_normalizer.update(torch.from_numpy(rollout.obs).to(self.device))
         with torch.no_grad():
             log_ratio = self.actor.log_prob(obs, actions) - log_probs
             return metrics | {
-                "losses/approximate_kl": log_ratio.exp() - 1.0 - log_ratio,
-                "losses/clipped": ((log_ratio.exp() - 1.0).abs() > self.args.clip).float(),
+                "losses/approx_kl": log_ratio.exp() - 1.0 - log_ratio,
+                "losses/clipfrac": ((log_ratio.exp() - 1.0).abs() > self.args.clip).float(),
                 "losses/entropy": self.actor.entropy(),
                 "losses/gradient_norm": torch.stack(norms),
                 "losses/gradients_clipped": (torch.stack(norms) > args.max_gradient_norm).float(),
@@ -274,54 +269,29 @@ def generalized_advantages(
 
 @returns_result
 def train(args: Args) -> Result:
-    if args.rollout_steps < args.num_envs:
-        raise InputError(f"--rollout-steps is {args.rollout_steps}: give at least --num-envs, {args.num_envs}")
     if args.minibatch_size * max(args.hidden) ** 2 < 2**20:  # products so small take longer on several threads
         torch.set_num_threads(1)
-    turns = -(-args.rollout_steps // args.num_envs)  # of all environments in a round
-    run = Run("ppo", args, steps_between=turns * args.num_envs)
-    envs = make_vector(args.env, args.num_envs, args.seed, vectorizer=args.vectorizer)
-    eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = PPO(args, obs_dim, action_dim, run.device)
-    step = run.accelerated(lambda *parts: agent.step(Minibatch(*parts)), agent.generator)
-    act = run.acting(agent)
+    run = Run("ppo", args)
+    rollout = Rollout(args.env, args)
+    agent = PPO(args, rollout.obs_dim, rollout.action_dim, run.device)
+    gradient_step = run.graphed(lambda *parts: agent.step(Minibatch(*parts)), agent.generator)
+    policy = run.policy(agent)
+    run.resume(agent=agent, rollout=rollout)
 
-    saved = run.open()
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-    else:
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-
-    while run.step < args.total_steps:
-        agent.optimizer.lr = args.learning_rate * max(0.0, 1.0 - run.step / (args.decay_steps or args.total_steps))
-
+    steps_per_env = -(-args.rollout_steps // args.num_envs)
+    for step in run.steps(by=steps_per_env * args.num_envs):
         # Act
+        agent.decay(rollout.steps)
         steps = []
-        with run.logger.timed("collect"):
-            for _ in range(min(turns, -(-(args.total_steps - run.step) // args.num_envs))):
-                actions = act(obs)
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions.clip(-1.0, 1.0))
-                require_finite(run.step, obs=next_obs, rewards=rewards)
-                steps.append((obs, actions, rewards.astype(np.float32), next_obs, terminations, truncations))
-                dones = terminations | truncations
-                run.logger.count(rewards, dones)
-                obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+        while rollout.steps < step:
+            steps.append(rollout.step(policy(rollout.obs)))
 
         # Learn
-        with run.logger.timed("update"):
-            metrics = agent.update(Rollout(*map(np.stack, zip(*steps, strict=True))), lambda batch: step(*batch))
+        with run.timings("update"):
+            metrics = agent.update(Transitions(*map(np.stack, zip(*steps, strict=True))), gradient_step)
 
         # Report
-        run.logger.log(metrics)
-        if run.due(args.eval_every):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)})
-    envs.close()
+        run.report(metrics)
     return run.finish()
 
 

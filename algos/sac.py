@@ -20,33 +20,25 @@ normal, learned more slowly here (docs/sac.md). In particular:
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
-from common.acting import acting, uniform_actions
-from common.arguments import OffPolicyArgs, OnlineArgs
-from common.checkpoint import restore, state_of
+from common.acting import acting
+from common.arguments import AnyNumber, Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
 from common.command_line import command_line
-from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp
+from common.networks import TanhGaussian, frozen, mlp
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from envs.rollout import Rollout
 
 
 @dataclass
 class Args(OnlineArgs, OffPolicyArgs):
-    may_be_zero = ("learning_starts", "alpha_lr")
-    any_sign = ("target_entropy",)
-
     # Networks
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers of actor and critics."""
@@ -54,19 +46,19 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Critics; the target and the actor use the smallest of them."""
 
     # Learning
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Fraction = 0.005
     """Step of the target critics towards the critics, at every update."""
     actor_lr: float = 1e-3
     """Learning rate of the actor."""
     critic_lr: float = 1e-3
     """Learning rate of the critics."""
-    alpha_lr: float = 1e-3
+    alpha_lr: NonNegative = 1e-3
     """Learning rate of the temperature; 0: it stays as it is."""
     alpha: float = 1.0
     """Temperature at the start."""
-    target_entropy: float = -1.0
+    target_entropy: AnyNumber = -1.0
     """Entropy that the temperature leads the policy to, for each dimension of the action."""
     batch_size: int = 256
     """Transitions in an update."""
@@ -74,7 +66,7 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Updates for each environment step (update-to-data ratio)."""
 
     # Data
-    learning_starts: int = 5_000
+    learning_starts: NonNegativeInt = 5_000
     """Steps with uniform random actions before the first update."""
     buffer_size: int = 1_000_000
     """Transitions that the replay buffer holds."""
@@ -112,9 +104,9 @@ class SAC:
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
-        self.critic_target = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
-        self.critic_target.load_state_dict(self.critic.state_dict())
-        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.target_critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=device))
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
@@ -132,7 +124,7 @@ class SAC:
         """Soft Bellman residual of every critic, eq. 5 and 6."""
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_value = self.critic_target(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
+            next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
@@ -156,72 +148,40 @@ class SAC:
     def update(self, batch: Batch) -> Metrics:
         """One gradient step of each network (the paper's algorithm 1, its inner loop)."""
         critic_loss, critic_metrics = self.critic_loss(batch)
-        self.critic_optimizer.descend(critic_loss)
+        self.critic_optimizer.minimize(critic_loss)
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
-        self.actor_optimizer.descend(actor_loss)
+        self.actor_optimizer.minimize(actor_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
-        self.alpha_optimizer.descend(alpha_loss)
-        self.follow_critic()
+        self.alpha_optimizer.minimize(alpha_loss)
+        self.update_target_critic()
         return critic_metrics | actor_metrics | alpha_metrics
 
 
 @returns_result
 def train(args: Args) -> Result:
     run = Run("sac", args)
-    envs = make_vector(args.env, args.num_envs, args.seed, vectorizer=args.vectorizer)
-    eval_envs = [make(args.env) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    rollout = Rollout(args.env, args)
+    obs_dim, action_dim = rollout.obs_dim, rollout.action_dim
     agent = SAC(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
-    update = run.accelerated(lambda: agent.update(buffer.sample(args.batch_size, agent.generator)), agent.generator)
-    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
+    policy = run.policy(agent)
+    update = run.updater(lambda: agent.update(buffer.sample(args.batch_size, agent.generator)), agent.generator)
+    run.warn_if_no_updates(args.learning_starts, "--learning-starts")
+    run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
-    saved = run.open()
-    run.logger.say(str(buffer))
-    run.warn_if_idle(args.learning_starts, "--learning-starts")
-    if saved:
-        restore(agent, saved["agent"])
-        buffer.load(run.folder / "checkpoint" / "replay", saved["buffer"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-    else:
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-
-    metrics: Metrics = {}
-
-    def learn() -> None:
-        """The updates that belong to the last step."""
-        nonlocal metrics
-        for _ in range(args.utd * args.num_envs if run.step > args.learning_starts else 0):
-            with run.logger.timed("update"):
-                metrics = update()
-
-    while run.step < args.total_steps:
+    for step in run.steps():
         # Act
-        with run.logger.timed("act"):
-            actions = explore() if run.step < args.learning_starts else act(obs)
-        if run.claim_updates(before_step=True):
-            learn()
-        with run.logger.timed("env_step"):
-            next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+        random = rollout.steps < args.learning_starts
+        actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
+        obs, actions, rewards, next_obs, terminations, _ = rollout.step(actions, meanwhile=update.flush)
         buffer.add(obs, actions, rewards, next_obs, terminations)
-        dones = terminations | truncations
-        run.logger.count(rewards, dones)
-        obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
 
         # Learn
-        if run.claim_updates():
-            learn()
+        for _ in range(args.utd * args.num_envs if step > args.learning_starts else 0):
+            update()
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if run.due(args.eval_every):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: {"agent": state_of(agent), "envs": get_states(envs)}, buffer)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

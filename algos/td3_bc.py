@@ -14,32 +14,25 @@ and equation numbers below are TD3's (Fujimoto, van Hoof and Meger 2018, arXiv 1
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.checkpoint import restore, state_of
+from common.arguments import Fraction, NonNegative
 from common.command_line import command_line
-from common.evaluate import evaluate
-from common.networks import Adam, Polyak, frozen, mlp
+from common.networks import frozen, mlp
 from common.normalize import FixedNormalizer
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-from offline.switch import OfflineArgs, Switch, with_presets
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
 
 
 @dataclass
 class Args(OfflineArgs):
-    may_be_zero = ("exploration_noise", "target_noise", "target_noise_clip")
-
     # Networks
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers of actor and critics."""
@@ -49,9 +42,9 @@ class Args(OfflineArgs):
     # Learning
     alpha: float = 2.5
     """α: how much the critic's value counts beside the imitation of the batch's actions."""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Fraction = 0.005
     """Step of the targets towards actor and critics, when the actor is updated."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
@@ -59,14 +52,12 @@ class Args(OfflineArgs):
     """Learning rate of the critics."""
     policy_delay: int = 2
     """Critic updates for each update of the actor and the targets."""
-    exploration_noise: float = 0.1
+    exploration_noise: NonNegative = 0.1
     """Standard deviation of the noise on the actions taken online."""
-    target_noise: float = 0.2
+    target_noise: NonNegative = 0.2
     """Standard deviation of the noise on the target's actions (policy smoothing)."""
-    target_noise_clip: float = 0.5
+    target_noise_clip: NonNegative = 0.5
     """Where that noise is clipped."""
-    batch_size: int = 256
-    """Transitions in an update."""
 
 
 class Actor(nn.Module):
@@ -95,7 +86,7 @@ class Critic(nn.Module):
 
     def first(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Q_1(s, a) alone: [batch]."""
-        return self.net.member(0, torch.cat([obs, actions], dim=-1)).squeeze(-1)
+        return self.net.forward_members(0, torch.cat([obs, actions], dim=-1)).squeeze(-1)
 
 
 class TD3BC:
@@ -103,18 +94,17 @@ class TD3BC:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
-        self.actor_target = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
-        self.actor_target.load_state_dict(self.actor.state_dict())
-        self.follow_actor = Polyak(self.actor_target, self.actor, args.tau)
+        self.target_actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
+        self.target_actor.load_state_dict(self.actor.state_dict())
+        self.update_target_actor = SoftUpdate(self.target_actor, self.actor, args.tau)
         self.critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
-        self.critic_target = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
-        self.critic_target.load_state_dict(self.critic.state_dict())
-        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.target_critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim, epsilon=1e-3).to(device)
         self.args, self.device = args, device
-        self.updates = 0
 
     def noise(self, actions: Tensor, scale: float) -> Tensor:
         """Gaussian noise of the actions' shape."""
@@ -131,11 +121,11 @@ class TD3BC:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Squared Bellman error of every critic; clipped double Q (eq. 10), target policy smoothing (eq. 15)."""
         with torch.no_grad():
-            next_actions = self.actor_target(batch.next_obs)
+            next_actions = self.target_actor(batch.next_obs)
             limit = self.args.target_noise_clip
             noise = self.noise(next_actions, self.args.target_noise).clamp(-limit, limit)
             next_actions = (next_actions + noise).clamp(-1.0, 1.0)
-            next_value = self.critic_target(batch.next_obs, next_actions).amin(0)
+            next_value = self.target_critic(batch.next_obs, next_actions).amin(0)
             # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
             target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
@@ -153,21 +143,16 @@ class TD3BC:
         loss = imitation - weight * value.mean()
         return loss, {"losses/actor": loss.detach(), "losses/imitation": imitation.detach(), "charts/weight": weight}
 
-    def actor_is_due(self) -> bool:
-        """Counts an update; at every `policy_delay`-th the actor moves too."""
-        self.updates += 1
-        return self.updates % self.args.policy_delay == 0
-
     def update(self, batch: Batch, with_actor: bool) -> Metrics:
         """One gradient step of the critics, and where it is due of the actor (TD3's algorithm 1)."""
         batch = batch._replace(obs=self.obs_normalizer(batch.obs), next_obs=self.obs_normalizer(batch.next_obs))
         critic_loss, metrics = self.critic_loss(batch)
-        self.critic_optimizer.descend(critic_loss)
+        self.critic_optimizer.minimize(critic_loss)
         if with_actor:
             actor_loss, actor_metrics = self.actor_loss(batch)
-            self.actor_optimizer.descend(actor_loss)
-            self.follow_actor()
-            self.follow_critic()
+            self.actor_optimizer.minimize(actor_loss)
+            self.update_target_actor()
+            self.update_target_critic()
             metrics |= actor_metrics
         return metrics
 
@@ -176,67 +161,29 @@ class TD3BC:
 def train(args: Args) -> Result:
     args = with_presets(args, {})  # the paper has one setting for all domains
     run = Run("td3_bc", args)
-    switch = Switch(args, run, full_batch=args.batch_size)
-    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
-    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = TD3BC(args, obs_dim, action_dim, run.device)
-    update = run.accelerated(
-        lambda online, with_actor: agent.update(switch.sample(args.batch_size, online, agent.generator), with_actor),
+    data = OfflineToOnline(args, run)
+    rollout = data.rollout()
+    agent = TD3BC(args, rollout.obs_dim, rollout.action_dim, run.device)
+    agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    policy = run.policy(agent)
+    update = run.updater(
+        lambda online, with_actor: agent.update(data.sample(online, agent.generator), with_actor),
         agent.generator,
     )
-    act = run.acting(agent)
+    data.load_pretrained(agent)
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
-    switch.begin(agent, obs_dim, action_dim)
-    saved = switch.open(run)
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-    else:
-        if args.init_from is None:  # which brings the statistics that its networks learned with
-            agent.obs_normalizer.set_statistics(*switch.dataset.obs_statistics())
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-
-    metrics: Metrics = {}
-
-    def learn() -> None:
-        """The updates that belong to the last step."""
-        if not (updates := switch.updates(run.step)):
-            metrics.clear()
-        for _ in range(updates):
-            with run.logger.timed("update"):
-                metrics.update(update(run.step > 0, agent.actor_is_due()))
-
-    while run.step < args.online_steps:
-        # Act
-        if run.step < 0:
-            run.logger.count_update()
-        else:
-            with run.logger.timed("act"):
-                actions = act(obs)
-            if run.claim_updates(before_step=True):
-                learn()
-            with run.logger.timed("env_step"):
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
-            dones = terminations | truncations
-            run.logger.count(rewards, dones)
-            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
+    for step in run.steps():
+        # Act: after pre-training
+        if step > 0:
+            data.add(rollout.step(policy(rollout.obs), meanwhile=update.flush))
 
         # Learn
-        if run.claim_updates():
-            learn()
+        for _ in range(data.updates_due(step, args.utd)):
+            update(online=step > 0, with_actor=(update.count + 1) % args.policy_delay == 0)
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

@@ -11,50 +11,43 @@ arXiv 2101.05982). Online it is SAC at four critic updates a step.
 The paper's comparisons are flags:
 - the data retained: --retain mix            - no warm-up: --warmup-steps 0
 - random warm-up: --warmup random            - pessimism kept: --online-cql
-- RLPD, from scratch with the data: --offline-steps 0 --retain mix
+- RLPD, as that paper runs it: --offline-steps 0 --retain mix (algos/rlpd.py is RLPD itself)
 
 Not as the authors' code (docs/wsrl.md): no Adam step without a loss, critics first offline too, α as in sac.py.
 """
 
-import dataclasses
 import math
 import sys
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
-from common.acting import acting, uniform_actions
-from common.checkpoint import exists, restore, state_of
+from common.acting import acting
+from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNegativeInt, OptionalNumber
+from common.checkpoint import exists
 from common.command_line import command_line
 from common.errors import InputError
-from common.evaluate import evaluate
-from common.networks import Adam, Polyak, TanhGaussian, frozen, mlp, orthogonal
+from common.networks import TanhGaussian, frozen, mlp, orthogonal
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, name_and_folder, returns_result
-from common.seeding import generator, seeds
-from envs.make import make, make_vector
-from envs.state import get_states, set_states
-from offline.switch import OfflineArgs, Switch, run_config, with_presets
-
-Metrics = dict[str, Tensor]  # of any shape: the logger takes their means, when it reads them
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, run_config, with_presets
+from offline.rewards import RewardTransform
 
 
 @dataclass
 class Args(OfflineArgs):
-    may_be_zero = ("cql_weight", "lagrange_gap")
-    any_sign = ("reward_shift", "failure_reward", "target_entropy")
-
     # From data to online
-    offline_steps: int | None = None  # type: ignore[assignment]
-    """Updates on the dataset alone; by the dataset's domain, and 0 with --init-from."""
+    offline_steps: NonNegativeInt = BY_DOMAIN
+    """Updates on the dataset alone; 0 with --init-from."""
     retain: Literal["none", "append", "mix"] = "none"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
-    warmup_steps: int = 5_000
+    warmup_steps: NonNegativeInt = 5_000
     """Environment steps before the first online update, whatever is retained."""
     warmup: Literal["policy", "random"] = "policy"
     """Who acts in them: the frozen policy, or uniform noise."""
@@ -64,10 +57,10 @@ class Args(OfflineArgs):
     """Critic updates for each environment step, each on `batch_size`; the actor learns once, from all of them."""
 
     # Networks
-    hidden: tuple[int, ...] | None = None
-    """Widths of the actor's hidden layers; by the dataset's domain."""
-    critic_hidden: tuple[int, ...] | None = None
-    """Widths of the critics' hidden layers; by the dataset's domain."""
+    hidden: tuple[int, ...] = BY_DOMAIN
+    """Widths of the actor's hidden layers."""
+    critic_hidden: tuple[int, ...] = BY_DOMAIN
+    """Widths of the critics' hidden layers."""
     critics: int = 10
     """Critics; the actor uses the smallest of them."""
     target_critics: int = 2
@@ -78,13 +71,13 @@ class Args(OfflineArgs):
     """Give all critics one output layer, as the authors' code does."""
     last_scale: float = math.sqrt(2.0)
     """Gain of the orthogonal start of the last hidden layer of actor and critics (the authors' code: 0.01)."""
-    std: Literal["exp", "uniform"] | None = None
-    """The policy's deviation: a function of the state, or the same everywhere; by the dataset's domain."""
+    std: Literal["exp", "uniform"] = BY_DOMAIN
+    """The policy's deviation: a function of the state, or the same everywhere."""
 
     # Learning
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """Discount."""
-    tau: float = 0.005
+    tau: Fraction = 0.005
     """Step of the target critics towards the critics, at every update of theirs."""
     actor_lr: float = 1e-4
     """Learning rate of the actor."""
@@ -94,34 +87,28 @@ class Args(OfflineArgs):
     """Learning rate of the temperature."""
     batch_size: int = 256
     """Transitions in an update of the critics."""
-    online_max_target_backup: bool | None = None
-    """Online too, back up the best of `cql_actions` next actions; by the dataset's domain."""
-    backup_entropy: bool = False
-    """Back up the policy's entropy too, as SAC does."""
-    actor_value: Literal["min", "mean"] = "min"
-    """What the actor climbs, of all critics (RLPD: mean)."""
-    target_entropy: float = -1.0
-    """Entropy that the temperature keeps, for each dimension of the action (RLPD: -0.5)."""
+    online_max_target_backup: bool = BY_DOMAIN
+    """Online too, back up the best of `cql_actions` next actions."""
 
     # Pre-training
-    calibrated: bool | None = None
-    """Cal-QL, else CQL; by the dataset's domain."""
-    cql_weight: float | None = None
-    """Weight of the conservative term; by the dataset's domain."""
-    lagrange_gap: float | None = None
-    """Gap that a Lagrange multiplier, which then is the weight, keeps the term at; 0: none; by the dataset's domain."""
+    calibrated: bool = BY_DOMAIN
+    """Cal-QL, else CQL."""
+    cql_weight: NonNegative = BY_DOMAIN
+    """Weight of the conservative term."""
+    lagrange_gap: NonNegative = BY_DOMAIN
+    """Gap that a Lagrange multiplier, which then is the weight, keeps the term at; 0: none."""
     cql_actions: int = 10
     """Actions n from each of the three sources, and of a target's."""
-    importance_sampling: bool | None = None
-    """Divide by the density each action was drawn with; by the dataset's domain."""
+    importance_sampling: bool = BY_DOMAIN
+    """Divide by the density each action was drawn with."""
 
     # Rewards
-    reward_scale: float | None = None
-    """Each reward is multiplied by this; by the dataset's domain."""
-    reward_shift: float | None = None
-    """Added to each reward then; by the dataset's domain."""
-    failure_reward: float | None = None
-    """Raw reward of a step without success, which Cal-QL's returns-to-go continue for ever; by the dataset's domain."""
+    reward_scale: float = BY_DOMAIN
+    """Each reward is multiplied by this."""
+    reward_shift: AnyNumber = BY_DOMAIN
+    """Added to each reward then."""
+    failure_reward: OptionalNumber = BY_DOMAIN
+    """Raw reward of a step without success, which Cal-QL's returns-to-go continue for ever."""
 
 
 LOCOMOTION = {  # the authors' configurations
@@ -150,7 +137,7 @@ class Actor(nn.Module):
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
         outputs = 2 * action_dim if args.std == "exp" else action_dim
-        self.net = mlp([obs_dim, *(args.hidden or ()), outputs], generator, layer_norm=args.layer_norm)
+        self.net = mlp([obs_dim, *args.hidden, outputs], generator, layer_norm=args.layer_norm)
         orthogonal(self.net, generator, last_hidden_gain=args.last_scale)
         self.log_std = None if args.std == "exp" else nn.Parameter(torch.zeros(action_dim))
 
@@ -165,13 +152,13 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        sizes = [obs_dim + action_dim, *(args.critic_hidden or ()), 1]
+        sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
         self.net = mlp(sizes, generator, args.critics, layer_norm=args.layer_norm, shared_output=args.shared_head)
         orthogonal(self.net, generator, last_hidden_gain=args.last_scale)
 
     def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
         inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        values: Tensor = self.net(inputs) if members is None else self.net.member(members, inputs)
+        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
         return values.view(-1, *actions.shape[:-1])
 
 
@@ -179,31 +166,25 @@ class WSRL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
-        assert None not in (args.hidden, args.critic_hidden, args.cql_weight, args.lagrange_gap), "see with_presets"
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.critic_target.load_state_dict(self.critic.state_dict())
-        self.follow_critic = Polyak(self.critic_target, self.critic, args.tau)
+        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        self.multiplier = nn.Parameter(torch.tensor(math.log(math.e - 1.0), device=device))  # softplus: α' = 1
+        self.raw_lagrange = nn.Parameter(torch.tensor(math.log(math.e - 1.0), device=device))  # softplus: α' = 1
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
-        self.multiplier_optimizer = Adam([self.multiplier], args.critic_lr)
+        self.raw_lagrange_optimizer = Adam([self.raw_lagrange], args.critic_lr)
         self.args, self.device, self.action_dim = args, device, action_dim
-        self.target_entropy = args.target_entropy * action_dim
+        self.target_entropy = -float(action_dim)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
         policy = self.actor(obs)
         return policy.mode if deterministic else policy.sample(self.generator)
-
-    def samples(self, policy: TanhGaussian, count: int) -> tuple[Tensor, Tensor]:
-        """Actions [count, batch, action_dim] and their log-probabilities [count, batch]."""
-        shape = (count, *policy.mean.shape)
-        return TanhGaussian(policy.mean.expand(shape), policy.log_std.expand(shape)).rsample(self.generator)
 
     def subset(self) -> Tensor:
         """Which critics count this time: [target_critics], with replacement, as in the authors' code (not REDQ's)."""
@@ -213,28 +194,27 @@ class WSRL:
     @torch.no_grad()
     def target(self, batch: Batch, count: int) -> Tensor:
         """y = r + γ max over `count` next actions of the smallest target critic drawn: [batch]."""
-        actions, log_prob = self.samples(self.actor(batch.next_obs), count)
-        next_value, best = self.critic_target(batch.next_obs, actions, self.subset()).amin(0).max(0)
-        if self.args.backup_entropy:
-            next_value = next_value - self.log_alpha.exp() * log_prob.gather(0, best.unsqueeze(0)).squeeze(0)
+        actions, _ = self.actor(batch.next_obs).expand(count).rsample(self.generator)
+        smallest = self.target_critic(batch.next_obs, actions, self.subset()).amin(0)  # [count, batch]
+        next_value = smallest.amax(0)
         # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
     @torch.no_grad()
-    def proposals(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def sampled_actions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """n uniform actions, n of π(·|s) and n of π(·|s') for each state, [3n, batch, action_dim], and the logarithms
         of the densities they were drawn with, [3n, batch]."""
         shape = (self.args.cql_actions, *batch.actions.shape)
         uniform = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
-        current, log_prob = self.samples(self.actor(batch.obs), self.args.cql_actions)
-        following, following_log_prob = self.samples(self.actor(batch.next_obs), self.args.cql_actions)
+        current, log_prob = self.actor(batch.obs).expand(self.args.cql_actions).rsample(self.generator)
+        following, following_log_prob = self.actor(batch.next_obs).expand(self.args.cql_actions).rsample(self.generator)
         log_density = torch.full_like(log_prob, self.action_dim * math.log(0.5))
         return torch.cat([uniform, current, following]), torch.cat([log_density, log_prob, following_log_prob])
 
     def conservative_term(self, batch: Batch, data: Tensor) -> Tensor:
         """log Σ_a exp Q(s, a) - Q(s, a_data), the mean over the critics drawn and the batch; `data` [critics, batch]
         are all critics' values of the batch's actions."""
-        proposals, log_density = self.proposals(batch)
+        proposals, log_density = self.sampled_actions(batch)
         chosen = self.subset()
         proposed, data = self.critic(batch.obs, proposals, chosen), data[chosen]
         if self.args.calibrated:
@@ -259,7 +239,7 @@ class WSRL:
         metrics, term = {"losses/bellman": bellman_error, "losses/q": values}, None
         if as_offline:
             term = self.conservative_term(batch, values)
-            weight = F.softplus(self.multiplier).detach() if args.lagrange_gap else args.cql_weight or 0.0
+            weight = F.softplus(self.raw_lagrange).detach() if args.lagrange_gap else args.cql_weight
             loss = bellman_error + weight * term
             metrics |= {"losses/conservative": term}
         return loss, term, {name: value.detach() for name, value in (metrics | {"losses/critic": loss}).items()}
@@ -268,8 +248,7 @@ class WSRL:
         """SAC's: α log π - min_i Q_i, of all critics; also log π [batch], for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
-            values = self.critic(batch.obs, actions)
-        value = values.amin(0) if self.args.actor_value == "min" else values.mean(0)
+            value = self.critic(batch.obs, actions).amin(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
@@ -279,9 +258,9 @@ class WSRL:
         loss = -alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
 
-    def alpha_prime_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
+    def lagrange_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
-        alpha_prime = F.softplus(self.multiplier)
+        alpha_prime = F.softplus(self.raw_lagrange)
         loss = -alpha_prime * (term.detach() - (self.args.lagrange_gap or 0.0))
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
@@ -290,20 +269,20 @@ class WSRL:
         metrics: Metrics = {}
         for part in batch.slices(self.args.batch_size):
             critic_loss, term, critic_metrics = self.critic_loss(part, online)
-            self.critic_optimizer.descend(critic_loss)
-            self.follow_critic()
+            self.critic_optimizer.minimize(critic_loss)
+            self.update_target_critic()
             metrics |= critic_metrics
         if term is not None and self.args.lagrange_gap:
             if len(batch.obs) > self.args.batch_size:  # one step, on all slices together
                 with torch.no_grad():
                     term = self.conservative_term(batch, self.critic(batch.obs, batch.actions))
-            alpha_prime_loss, alpha_prime_metrics = self.alpha_prime_loss(term)
-            self.multiplier_optimizer.descend(alpha_prime_loss)
+            lagrange_loss, alpha_prime_metrics = self.lagrange_loss(term)
+            self.raw_lagrange_optimizer.minimize(lagrange_loss)
             metrics |= alpha_prime_metrics
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
-        self.actor_optimizer.descend(actor_loss)
+        self.actor_optimizer.minimize(actor_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
-        self.alpha_optimizer.descend(alpha_loss)
+        self.alpha_optimizer.minimize(alpha_loss)
         return metrics | actor_metrics | alpha_metrics
 
 
@@ -321,78 +300,38 @@ def with_networks(args: Args) -> Args:
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
     sys.stderr.write(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}\n")
-    return dataclasses.replace(args, **shapes)
+    return replace(args, **shapes)
 
 
 @returns_result
 def train(args: Args) -> Result:
     args = with_presets(with_networks(args), PRESETS)
     run = Run("wsrl", args)
-    switch = Switch(
-        args, run, args.reward_scale or 1.0, args.reward_shift or 0.0, failure=args.failure_reward,
-        discount=args.gamma if args.calibrated else None, online_returns=args.online_cql,
-    )  # fmt: skip
-    envs = make_vector(switch.env, args.num_envs, args.seed, vectorizer=args.vectorizer, **switch.env_kwargs)
-    eval_envs = [make(switch.env, **switch.env_kwargs) for _ in range(args.eval_episodes)]
-    eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
-    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
-    agent = WSRL(args, obs_dim, action_dim, run.device)
-    sizes = {False: args.batch_size, True: args.utd * args.batch_size}
-    update = run.accelerated(
-        lambda online: agent.update(switch.sample(sizes[online], online, agent.generator), online), agent.generator
-    )
-    act, explore = run.acting(agent), partial(uniform_actions, args.num_envs, action_dim, agent.generator)
-    switch.begin(agent, obs_dim, action_dim, also=("cql", "iql"))
-    saved = switch.open(run)
-    if saved:
-        restore(agent, saved["agent"])
-        obs, exact = set_states(envs, saved["envs"])
-        run.warn_inexact(exact)
-        switch.give_up(exact)
-    else:
-        obs, _ = envs.reset()
-        run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
+    rewards, discount = RewardTransform(args.reward_scale, args.reward_shift), args.gamma if args.calibrated else None
+    data = OfflineToOnline(args, run, rewards, discount=discount, failure=args.failure_reward,
+                           online_returns=args.online_cql, online_batch=args.utd * args.batch_size)  # fmt: skip
+    rollout = data.rollout()
+    agent = WSRL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    policy = run.policy(agent)
+    update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
+    data.load_pretrained(agent, from_algos=("cql", "iql"))
+    run.warn_if_no_updates(args.warmup_steps, "--warmup-steps")
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
-    metrics: Metrics = {}
-    own = int(sizes[True] * (1.0 - args.offline_ratio if args.retain == "mix" else 1.0))  # online ones of a batch
-    run.warn_if_idle(max(own, args.warmup_steps if args.retain != "none" else 0), "--warmup-steps, or the first batch,")
+    for step in run.steps():
+        pre_training, warm_up = step <= 0, 0 < step <= args.warmup_steps
+        # Act
+        if not pre_training:
+            random = args.warmup == "random" and rollout.steps < args.warmup_steps
+            actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
+            data.add(rollout.step(actions, meanwhile=update.flush))
 
-    def learn() -> None:
-        """What belongs to the last step: pre-training; nothing in the warm-up; online learning."""
-        nonlocal metrics
-        metrics, online = {}, run.step > 0
-        waits = online and not (run.step > max(args.warmup_steps, own) and switch.updates(run.step))
-        for _ in range(0 if waits else args.num_envs if online else 1):
-            with run.logger.timed("update"):
-                metrics = update(online)
-
-    while run.step < args.online_steps:
-        # Act: no step of the environment in pre-training
-        if run.step < 0:
-            run.logger.count_update()
-        else:
-            with run.logger.timed("act"):
-                actions = explore() if args.warmup == "random" and run.step < args.warmup_steps else act(obs)
-            if run.claim_updates(before_step=True):
-                learn()
-            with run.logger.timed("env_step"):
-                next_obs, rewards, terminations, truncations, _ = envs.step(actions)
-            switch.add(obs, actions, rewards, next_obs, terminations, truncations)
-            dones = terminations | truncations
-            run.logger.count(rewards, dones)
-            obs = envs.reset(options={"reset_mask": dones})[0] if dones.any() else next_obs
-
-        # Learn
-        if run.claim_updates():
-            learn()
+        # Learn: in the warm-up the policy is frozen
+        for _ in range(0 if warm_up else data.updates_due(step)):
+            update(online=not pre_training)
 
         # Report
-        if run.due(1_000):
-            run.logger.log(metrics)
-        if switch.evaluates(run):
-            run.logger.log_evaluation(evaluate(partial(agent.act, deterministic=True), eval_envs, eval_seeds))
-        run.save_if_due(lambda: switch.state() | {"agent": state_of(agent), "envs": get_states(envs)}, switch.online)
-    envs.close()
+        run.report(update.metrics)
     return run.finish()
 
 

@@ -1,12 +1,16 @@
-"""What every algorithm can be told on the command line, checked before anything starts."""
+"""The arguments of every algorithm, checked before anything starts.
+
+A number is above 0 unless its annotation has an `Interval`. A default that is an `Unset` is filled in later.
+"""
 
 import contextlib
 import dataclasses
+import enum
 import math
 import os
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -15,6 +19,55 @@ from common.errors import InputError
 KINDS = {
     int: "a whole number", float: "a number", bool: "True or False", str: "a string", Path: "a path", NoneType: "None",
 }  # fmt: skip
+
+
+class Unset(enum.Enum):
+    """Default of an argument that is filled in before it is used: no value of its type, so that one given is known."""
+
+    BY_DOMAIN = "by the dataset's domain"
+    BY_SIZE = "by --size"
+    WITH_CUDA = "with CUDA"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# Of any type for the type checker, because a field has the type of the value that is filled in.
+BY_DOMAIN: Any = Unset.BY_DOMAIN
+BY_SIZE: Any = Unset.BY_SIZE
+WITH_CUDA: Any = Unset.WITH_CUDA
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Bounds of a number, as metadata of its annotation."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    has_low: bool = False
+    has_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self.has_low else value > self.low
+        return above and (value <= self.high if self.has_high else value < self.high)
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            if math.isinf(self.low):
+                return "a finite number"
+            return f"a number from {self.low:g} up" if self.has_low else f"a number above {self.low:g}"
+        return f"a number in {'[('[not self.has_low]}{self.low:g}, {self.high:g}{')]'[self.has_high]}"
+
+
+POSITIVE = Interval(0)
+NonNegativeInt = Annotated[int, Interval(0, has_low=True)]
+NonNegative = Annotated[float, Interval(0, has_low=True)]
+AnyNumber = Annotated[float, Interval()]
+OptionalNumber = Annotated[float | None, Interval()]
+UnitInterval = Annotated[float, Interval(0, 1, has_low=True, has_high=True)]  # [0, 1]
+Fraction = Annotated[float, Interval(0, 1, has_high=True)]  # (0, 1]
+OpenFraction = Annotated[float, Interval(0, 1)]  # (0, 1)
+Probability = Annotated[float, Interval(0, 1, has_low=True)]  # [0, 1)
 
 
 def converted(value: Any, wanted: Any) -> Any:
@@ -77,19 +130,31 @@ def at_least(lowest: int, **given: float | None) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {value}: give a number from {lowest} up")
 
 
+def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> Any:
+    """Return the value as its type. Raises InputError if it cannot be converted, or is out of bounds."""
+    try:
+        value = converted(given, wanted)
+    except (ValueError, OverflowError):
+        raise InputError(f"{flag} is {given!r}: give {described(wanted)}") from None
+    if isinstance(value, tuple) and not (value and min(value) > 0):
+        raise InputError(f"{flag} is {value}: give one or more numbers above 0")
+    if isinstance(value, int) and value >= 2**63:
+        raise InputError(f"{flag} is {value}: give a number below 2^63")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value not in bounds:
+        raise InputError(f"{flag} is {value}: give {bounds}")
+    return value
+
+
 @dataclasses.dataclass
 class RunArgs:
-    """What every algorithm takes. Numbers are above 0, but for those that a class says may be 0, or of any sign."""
+    """What every algorithm takes."""
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("seed", "eval_episodes")
-    any_sign: ClassVar[tuple[str, ...]] = ()
-    may_grow: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what a run can be given more of: only --overlap's last updates depend on its end
+    extendable: ClassVar[tuple[str, ...]] = ()  # what a run can be given more of
+    switch_step: ClassVar[int | None] = None  # where learning from a dataset ends: evaluated on both sides
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """Fixes everything random: networks, exploration, environments, batches."""
     num_envs: int = 1
     """Environments stepped together."""
@@ -107,7 +172,7 @@ class RunArgs:
     """Run folder; runs/<algorithm>__<env or dataset>__<seed> unless given."""
     eval_every: int = 5_000
     """Environment steps between evaluations."""
-    eval_episodes: int = 10
+    eval_episodes: NonNegativeInt = 10
     """Episodes of an evaluation, from the same starts each time, or 0; the policy is deterministic, but for EXPO's."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
@@ -125,43 +190,26 @@ class RunArgs:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        allowed = {name for base in type(self).__mro__ for name in vars(base).get("may_be_zero", ())}
-        wanted = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            flag = "--" + field.name.replace("_", "-")
-            try:
-                value = converted(given := getattr(self, field.name), wanted[field.name])
-            except (ValueError, OverflowError):
-                raise InputError(f"{flag} is {given!r}: give {described(wanted[field.name])}") from None
-            setattr(self, field.name, value)
-            if isinstance(value, tuple) and not (value and min(value) > 0):
-                raise InputError(f"{flag} is {value}: give one or more numbers above 0")
-            if isinstance(value, int) and value >= 2**63:
-                raise InputError(f"{flag} is {value}: give a number below 2^63")
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if field.name in self.any_sign:
-                    if not math.isfinite(value):
-                        raise InputError(f"{flag} is {value}: give a finite number")
-                    continue
-                if field.name in allowed:
-                    at_least(0, **{field.name: value})
-                elif not 0 < value < math.inf:
-                    raise InputError(f"{flag} is {value}: give a number above 0")
-                if value > 1 and field.name in ("gamma", "tau", "base_tau", "gae_lambda", "top"):
-                    raise InputError(f"{flag} is {value}: give a number in (0, 1]")
-                if value >= 1 and field.name in ("dropout", "expectile"):
-                    raise InputError(f"{flag} is {value}: give a number below 1")
+        """Convert and check every value. Raises InputError for the first of a wrong type or out of bounds."""
+        for name, wanted in get_type_hints(type(self), include_extras=True).items():
+            value, default = getattr(self, name), getattr(type(self), name, None)
+            if isinstance(default, Unset) and value == str(default):  # as config.json has it
+                setattr(self, name, value := default)
+            if get_origin(wanted) is not ClassVar and not isinstance(value, Unset):
+                bare, *bounds = get_args(wanted) if get_origin(wanted) is Annotated else (wanted,)
+                setattr(self, name, checked(f"--{name.replace('_', '-')}", value, bare, *bounds))
 
 
 @dataclasses.dataclass
 class OffPolicyArgs(RunArgs):
     """What every algorithm takes that learns while it acts."""
 
-    may_grow: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
+    # Only --overlap's last updates depend on where the run ends.
+    extendable: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
 
-    overlap: bool | None = None
-    """Act before the last step's updates instead of behind them, so that the device learns while the environment
-    steps: on CUDA unless given."""
+    overlap: bool = WITH_CUDA
+    """Act before the last step's updates instead of after them, so that the device learns while the environment
+    steps."""
 
 
 @dataclasses.dataclass

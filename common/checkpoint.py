@@ -15,12 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.errors import InputError, RunError
+from common.errors import InputError, diverged
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 # Deleting a run is never the cure: a copy of the damaged file may exist.
 RESTORE_OR_RESTART = "restore the run folder from a copy, or give another --run-dir to start from scratch"
 _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
+
+
+class Part:
+    """A part of a run that has state, other than its agent: replay buffer, environments, pending updates."""
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return the state; what is large may be written into `folder`, where an earlier state must stay loadable."""
+        raise NotImplementedError
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` returned and wrote."""
+        raise NotImplementedError
+
+    def drop_old(self, folder: Path) -> None:
+        """Delete the files in `folder` that only earlier states need."""
+
+    def discard_unfinished_episodes(self, exact: list[bool]) -> None:
+        """Forget the episode under way of each environment [num_envs] that could not be restored exactly."""
 
 
 def state_of(agent: object) -> dict[str, Any]:
@@ -138,10 +156,7 @@ def refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
         if isinstance(value, dict):
             refuse_non_finite(value, folder, step)
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().all():
-            raise RunError(
-                f"{name} is not finite at step {step:,}: try a smaller learning rate or reward scale; "
-                f"the last checkpoint before it, if there was one, is in {folder}"
-            )
+            raise diverged(f"{name} is not finite", step, folder)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -1,23 +1,25 @@
 """A command's arguments, and its ends: bad input with status 2, a failed run with 1, each in two lines at most."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from common.arguments import converted
+from common.arguments import Unset, converted
 from common.errors import Finished, InputError, RunError
 from common.memory import report_out_of_memory
 
 T = TypeVar("T")
+PLACEHOLDERS: dict[Any, Any] = {bool: False, int: 1, float: 0.5, float | None: 0.5}
 _registry = ConstructorRegistry()
 
 
@@ -65,17 +67,51 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         raise SystemExit(1) from None
 
 
+def _with_placeholders(arguments: type[T], unset: dict[str, Unset]) -> type[T]:
+    """Return the class with a default of its type for each field that is filled in later, and with that in its help.
+
+    tyro wants defaults of the field's type. Nothing is checked in this class.
+    """
+    if not unset:
+        return arguments
+    hints, annotations, defaults = get_type_hints(arguments, include_extras=True), {}, {}
+    for name, default in unset.items():
+        bare = get_args(hints[name])[0] if get_origin(hints[name]) is Annotated else hints[name]
+        hint = tyro.conf.arg(help_behavior_hint=_filled_in(arguments, name, default))
+        annotations[name] = Annotated[hints[name], hint]
+        defaults[name] = get_args(bare)[0] if get_origin(bare) is Literal else PLACEHOLDERS.get(bare, (1,))
+    body = {"__annotations__": annotations, "__post_init__": lambda self: None, "__module__": arguments.__module__}
+    return dataclasses.dataclass(type(arguments.__name__, (arguments,), defaults | body))
+
+
+def _filled_in(arguments: type, name: str, default: Unset) -> str:
+    """Return what fills in an argument: by domain, or by size, as the tables of its module have it."""
+    module = vars(sys.modules[arguments.__module__])
+    tables = module.get("PRESETS", {}) | module.get("SIZES", {})
+    values = [f"{of} {values[name]}" for of, values in tables.items() if name in values]
+    return f"(default: {default}{': ' if values else ''}{', '.join(values)})"
+
+
 def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
-    """The arguments that these words give, or the command line's. Raises InputError where they give none."""
-    said, description = io.StringIO(), sys.modules[arguments.__module__].__doc__ or ""
+    """Return the arguments that these words give, or the command line's. Raises InputError if they give none."""
+    words = sys.argv[1:] if words is None else words
+    printed, description = io.StringIO(), sys.modules[arguments.__module__].__doc__ or ""
+    unset = {f.name: f.default for f in dataclasses.fields(arguments) if isinstance(f.default, Unset)}  # type: ignore[arg-type]
     try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(arguments, args=words, description=description, registry=_registry)
+        with contextlib.redirect_stderr(printed):
+            filled = _with_placeholders(arguments, unset)
+            parsed = tyro.cli(filled, args=words, description=description, registry=_registry)
+        if not unset:
+            return parsed
+        flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+        given = {flag.removeprefix("no_") for flag in flags}
+        values = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(arguments)}  # type: ignore[arg-type]
+        return arguments(**values | {name: default for name, default in unset.items() if name not in given})
     except SystemExit as stop:
         if not stop.code:
             raise
     # tyro draws a box of many lines: what is wrong stands above its first rule, what was meant below.
-    lines = [line.strip("│╭╮╰╯ ─") for line in said.getvalue().splitlines()[1:]]
+    lines = [line.strip("│╭╮╰╯ ─") for line in printed.getvalue().splitlines()[1:]]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
     example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from common.networks import Adam
+from common.optim import Adam
 
-SHARE = "ONRAMP_GPU_SHARE"  # environment variable: a number in (0, 1], that share of the card's memory and no more
+GPU_SHARE_ENV = "ONRAMP_GPU_SHARE"  # a number in (0, 1]: the largest share of the card's memory that a run takes
 P = ParamSpec("P")
 R = TypeVar("R")
 WARM_UP = 3  # calls that run as ever before one is recorded: libraries choose their kernels, the compiler compiles
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compile` of a function, without `Adam.descend`, whose call of the fused kernel it cannot trace.
+    """`torch.compile` of a function, without `Adam.minimize`, whose call of the fused kernel it cannot trace.
 
     A decorator there would do, but importing the compiler takes every program a second longer to start.
     """
-    if not hasattr(Adam.descend, "_torchdynamo_disable"):
-        Adam.descend = torch.compiler.disable(Adam.descend)  # type: ignore[method-assign]
+    if not hasattr(Adam.minimize, "_torchdynamo_disable"):
+        Adam.minimize = torch.compiler.disable(Adam.minimize)  # type: ignore[method-assign]
     return torch.compile(function)
 
 
@@ -39,7 +39,8 @@ def device(name: str, tf32: bool = False) -> torch.device:
 
     Raises InputError where it is not there.
     """
-    meant = "--device is cuda" if name == "cuda" else f"{SHARE} gives a share of a GPU" if SHARE in os.environ else ""
+    shares = f"{GPU_SHARE_ENV} gives a share of a GPU" if GPU_SHARE_ENV in os.environ else ""
+    meant = "--device is cuda" if name == "cuda" else shares
     if name != "cpu" and meant and not torch.cuda.is_available():
         raise InputError(f"{meant}, but PyTorch sees no CUDA device here: give --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
@@ -55,18 +56,18 @@ def device(name: str, tf32: bool = False) -> torch.device:
 
 def share_of_memory() -> float:
     """What ONRAMP_GPU_SHARE says, else 1. Raises InputError where that is no number in (0, 1]."""
-    said = os.environ.get(SHARE, "1")
+    said = os.environ.get(GPU_SHARE_ENV, "1")
     try:
         share = float(said)
     except ValueError:
         share = 0.0
     if not 0.0 < share <= 1.0:
-        raise InputError(f"{SHARE} is {said!r}: give a number in (0, 1]")
+        raise InputError(f"{GPU_SHARE_ENV} is {said!r}: give a number in (0, 1]")
     return share
 
 
 class Graph(Protocol):
-    """What `Captured` needs of a graph: `CUDAGraph`, and in the tests one on the CPU."""
+    """What `GraphedFunction` needs of a graph: `CUDAGraph`, and in the tests one on the CPU."""
 
     def __init__(self, generator: torch.Generator) -> None: ...
 
@@ -112,7 +113,7 @@ class CUDAGraph:
         self.graph.replay()
 
 
-class Captured(Generic[R]):
+class GraphedFunction(Generic[R]):
     """Calls `function`, the first times as ever, then as a graph: one for each set of constants and of shapes.
 
     Tensors among the arguments are copied to where the graph reads them; results are where it writes them, so that the
@@ -122,19 +123,21 @@ class Captured(Generic[R]):
 
     def __init__(self, function: Callable[..., R], generator: torch.Generator, graph: type[Graph] = CUDAGraph) -> None:
         self.function, self.generator, self.graph = function, generator, graph
-        self._kinds: dict[tuple[Any, ...], _Kind[R]] = {}
+        self._entries: dict[tuple[Any, ...], _GraphEntry[R]] = {}
 
-    def __call__(self, *arguments: Any) -> R:
-        key = tuple(a.shape if isinstance(a, Tensor) else a for a in arguments)
-        if key not in self._kinds:
+    def __call__(self, *arguments: Any, **constants: Any) -> R:
+        key = (*(a.shape if isinstance(a, Tensor) else a for a in arguments), *constants.items())
+        if key not in self._entries:
             # Copies, as the graph reads them again and again where they lie.
             own = [a.to(self.generator.device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
             tensors = [a for a in own if isinstance(a, Tensor)]
-            self._kinds[key] = _Kind(partial(self.function, *own), tensors, self.graph(self.generator))
-        return self._kinds[key]([a for a in arguments if isinstance(a, Tensor)])
+            self._entries[key] = _GraphEntry(
+                partial(self.function, *own, **constants), tensors, self.graph(self.generator)
+            )
+        return self._entries[key]([a for a in arguments if isinstance(a, Tensor)])
 
 
-class _Kind(Generic[R]):
+class _GraphEntry(Generic[R]):
     """The calls with the same constants and shapes."""
 
     def __init__(self, call: Callable[[], R], inputs: list[Tensor], graph: Graph) -> None:

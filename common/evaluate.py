@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from common.errors import RunError
 
 Act = Callable[[NDArray[Any]], NDArray[np.float32]]
-LONGEST = 100_000  # steps of an episode: nobody would see that one never ends
+MAX_EPISODE_STEPS = 100_000  # steps of an episode: nobody would see that one never ends
 
 
 class Episode(NamedTuple):
@@ -55,9 +55,9 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
                 successes[i] = bool(successes[i]) or bool(info["success"])
             going_on[k] = not (terminated or truncated)
         running = running[going_on]
-        if len(running) and lengths[running[0]] >= LONGEST:  # all that run are as long
+        if len(running) and lengths[running[0]] >= MAX_EPISODE_STEPS:  # all that run are as long
             raise RunError(
-                f"an evaluation episode did not end in {LONGEST:,} steps: "
+                f"an evaluation episode did not end in {MAX_EPISODE_STEPS:,} steps: "
                 "register the environment with max_episode_steps"
             )
     return [Episode(*episode) for episode in zip(returns.tolist(), lengths.tolist(), successes, strict=True)]

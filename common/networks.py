@@ -1,17 +1,17 @@
-"""Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian, Adam, Polyak."""
+"""Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian."""
 
 import contextlib
-import inspect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.onednn import EPSILON, IN_PLACE, WORTHWHILE, Activation, Layers, network
+from common.layers import EPSILON, IN_PLACE, Activation, Layers
+from common.onednn import MIN_ONEDNN_MULTIPLICATIONS, network
 
 LOG_2 = math.log(2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -98,13 +98,13 @@ class MLP(nn.Sequential):
         *hidden, output = self._layers
         return [*hidden, tuple(part.expand(len(hidden[0][0]), *part.shape[1:]) for part in output)]
 
-    def member(self, index: int | Tensor, inputs: Tensor) -> Tensor:
+    def forward_members(self, index: int | Tensor, inputs: Tensor) -> Tensor:
         """What one network of the ensemble alone gives, [batch, inputs] to [batch, outputs], or what those do whose
         numbers `index` [n] holds, to [n, batch, outputs].
         """
         return self._through([tuple(part[index] for part in layer) for layer in self._each_members_layers()], inputs)
 
-    def dropped_out(self, inputs: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    def forward_with_dropout(self, inputs: Tensor, share: float, generator: torch.Generator) -> Tensor:
         """As `forward`, with a share of the hidden units left out and the others scaled up (Srivastava et al. 2014)."""
         if not share:
             return self.forward(inputs)
@@ -116,7 +116,7 @@ class MLP(nn.Sequential):
         return inputs
 
     def _through(self, layers: Layers, inputs: Tensor) -> Tensor:
-        large = inputs.device.type == "cpu" and len(inputs) * self._largest >= WORTHWHILE
+        large = inputs.device.type == "cpu" and len(inputs) * self._largest >= MIN_ONEDNN_MULTIPLICATIONS
         if large and inputs.dtype == torch.float32 and not torch.compiler.is_compiling():
             return network(self.activation, inputs, layers)
         for weight, bias, *norm in layers[:-1]:
@@ -190,6 +190,11 @@ class TanhGaussian:
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean, self.log_std = mean, log_std
 
+    def expand(self, count: int) -> "TanhGaussian":
+        """Return the same distributions `count` times, of shape [count, ..., action_dim], to draw that many actions."""
+        shape = (count, *self.mean.shape)
+        return TanhGaussian(self.mean.expand(shape), self.log_std.expand(shape))
+
     @property
     def mode(self) -> Tensor:
         """tanh(mean), the deterministic action (the median, to be exact)."""
@@ -219,96 +224,6 @@ class TanhGaussian:
         # log(1 - tanh(u)²) = 2 (log 2 - u - softplus(-2u)) is exact for every u; the usual log(1 - a² + 1e-6) is not.
         log_slope = 2.0 * (LOG_2 - u - F.softplus(-2.0 * u))
         return (-0.5 * noise.square() - self.log_std - log_slope - HALF_LOG_2PI).sum(-1)
-
-
-for _name in ("add_param_group", "state_dict", "load_state_dict"):
-    # At their first call these import the compiler, so that it leaves them out: a second of every program's start.
-    _method = inspect.unwrap(vars(torch.optim.Optimizer)[_name])
-    _method.__dynamo_disable = _method
-
-
-class Adam(torch.optim.Adam):
-    """`torch.optim.Adam` with one step that is all of backward and update, and costs no more than its kernels.
-
-    Its own `zero_grad`, `backward` and `step` spend a tenth of a SAC update on the CPU on bookkeeping; the numbers are
-    the same bit for bit, and so is the form of its state.
-    """
-
-    gradient_norm: Tensor
-
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8, weight_decay: float = 0.0
-    ) -> None:
-        """`weight_decay`: AdamW's (Loshchilov and Hutter 2019, arXiv 1711.05101), times the learning rate."""
-        super().__init__(parameters, lr, eps=eps, weight_decay=weight_decay, fused=True, decoupled_weight_decay=True)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
-            self.state[parameter] |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        self._take_state()
-
-    def _take_state(self) -> None:
-        """One step count for all parameters, and lists of the state's tensors for the fused kernel."""
-        states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
-        self.step_count = states[0]["step"]
-        for state in states:
-            state["step"] = self.step_count
-        self._means, self._squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        # A tensor, so that a CUDA graph reads it at each step, and a scheduler writes to it in place. In the kernels'
-        # own precision.
-        precision = torch.float64 if self.step_count.device.type == "cpu" else torch.float32
-        group = self.param_groups[0]
-        group["lr"] = torch.as_tensor(group["lr"], dtype=precision, device=self.step_count.device)
-        self._opt_called = True  # schedulers warn of an optimiser whose `step` was never called
-
-    @property
-    def lr(self) -> float:
-        """The learning rate."""
-        return float(self.param_groups[0]["lr"])
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        group = self.param_groups[0]
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._take_state()
-
-    def descend(self, loss: Tensor, max_gradient_norm: float | None = None) -> None:
-        """Take one step down the gradient of `loss`, in this optimiser's parameters and in no others.
-
-        A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
-        A gradient, that of all parameters together, longer than `max_gradient_norm` is scaled down to it; its length
-        before that is `gradient_norm`.
-        """
-        group = self.param_groups[0]
-        parameters, (beta1, beta2) = group["params"], group["betas"]
-        # The fused kernel reads memory in order: a transposed gradient would move the wrong weights.
-        gradients = [gradient.contiguous() for gradient in torch.autograd.grad(loss, parameters)]
-        scale = None
-        if max_gradient_norm is not None:
-            self.gradient_norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
-            scale = ((self.gradient_norm + 1e-6) / max_gradient_norm).clamp(min=1.0).float()
-        with torch.no_grad():
-            self.step_count += 1
-            torch._fused_adamw_(
-                parameters, gradients, self._means, self._squares, [], [self.step_count] * len(parameters),
-                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                weight_decay=group["weight_decay"], amsgrad=False, maximize=False, grad_scale=scale,
-            )  # fmt: skip
-
-
-class Polyak:
-    """At each call: target ← (1 - tau) target + tau online, in one fused operation."""
-
-    def __init__(self, target: nn.Module, online: nn.Module, tau: float) -> None:
-        self.target: list[Tensor] = list(target.parameters())
-        self.online: list[Tensor] = list(online.parameters())
-        self.tau = tau
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        torch._foreach_lerp_(self.target, self.online, self.tau)
 
 
 @contextlib.contextmanager

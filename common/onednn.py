@@ -8,8 +8,6 @@ layer spares what costs such small networks a tenth of their update.
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,17 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-AVAILABLE = torch.backends.mkldnn.is_available()
-WORTHWHILE = 2**20  # multiplications; with fewer, oneDNN's fixed 10 µs are more than it saves
+from common.layers import EPSILON, IN_PLACE, Activation, Layers
 
-Activation = Literal["relu", "tanh"]
-Layers = Sequence[tuple[Tensor, ...]]  # weight, bias, and of a normalised layer its scale and shift
-EPSILON = 1e-6  # of layer norms: Flax's, whose networks of this kind are the published ones
+AVAILABLE = torch.backends.mkldnn.is_available()
+MIN_ONEDNN_MULTIPLICATIONS = 2**20  # multiplications; with fewer, oneDNN's fixed 10 µs are more than it saves
 
 # Each looked up once: at every call that would take as long as a small product.
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default if AVAILABLE else None
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]]
-IN_PLACE = {"relu": torch.relu_, "tanh": torch.tanh_, "swish": partial(F.silu, inplace=True)}
 _RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.grad_input
 
@@ -165,7 +159,11 @@ def linear(
     activation: Activation | Literal["swish"] | None = None,
 ) -> Tensor:
     """activation(inputs [..., k] times the transpose of weight [n, k], plus bias [n]), outside of autograd."""
-    if _PRODUCT is not None and inputs.dtype == torch.float32 and inputs.numel() * len(weight) >= WORTHWHILE:
+    if (
+        _PRODUCT is not None
+        and inputs.dtype == torch.float32
+        and inputs.numel() * len(weight) >= MIN_ONEDNN_MULTIPLICATIONS
+    ):
         outputs: Tensor = _PRODUCT(inputs, weight, bias, activation or "none", [], "")
         return outputs
     outputs = F.linear(inputs, weight, bias)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from common.checkpoint import RESTORE_OR_RESTART, read_bytes, sync
+from common.checkpoint import RESTORE_OR_RESTART, Part, read_bytes, sync
 from common.errors import InputError, require_finite
 from common.memory import free_memory
 
@@ -55,7 +55,7 @@ def pack(widths: Sequence[int], first: int, *transitions: ArrayLike) -> NDArray[
     return rows
 
 
-class ReplayBuffer:
+class ReplayBuffer(Part):
     """Ring of `capacity` transitions; when full, the oldest go first.
 
     A row is obs | action | reward | next_obs | termination, so that a batch is one gather. next_obs is stored, not

@@ -2,33 +2,38 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import importlib.util
 import json
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import filelock
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common import checkpoint
 from common.acting import Agent
-from common.arguments import OffPolicyArgs, RunArgs
-from common.cuda import Captured, compiled, device
+from common.arguments import WITH_CUDA, OffPolicyArgs, RunArgs
+from common.cuda import GraphedFunction, compiled, device
 from common.errors import Finished, InputError
 from common.evaluate import Act, Episode
-from common.logger import Logger, read_last_evaluation, start_wandb
+from common.logger import Logger, start_wandb
 from common.onednn import keep_freed_memory
 from common.provenance import commit, hardware, versions
-from common.replay_buffer import ReplayBuffer
+from common.run_folder import CONFIG, DONE, LOCK, is_finished, lock_of, read_config, read_last_evaluation, state_path
+from common.timings import Timings
+from common.updater import Metrics, Updater
 
 A = TypeVar("A")
 R = TypeVar("R")
+LOG_EVERY = 1_000  # steps
 MAY_DIFFER = ("run_dir", "track", "checkpoint_every")  # arguments that do not change what a run computes
 
 
@@ -44,6 +49,12 @@ class Result(NamedTuple):
     folder: Path
     step: int
     episodes: list[Episode]
+
+
+def eval_policy(agent: Agent) -> Act:
+    """Return the policy that is evaluated: deterministic, or the agent's own `eval_policy()`."""
+    own: Callable[[], Act] | None = getattr(agent, "eval_policy", None)
+    return own() if own else functools.partial(agent.act, deterministic=True)
 
 
 class FinishedRun(Finished):
@@ -68,18 +79,31 @@ def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
     return wrapped
 
 
+class Environments(Protocol):
+    """What a run needs of its environments (`envs.rollout.Rollout`)."""
+
+    exact: list[bool]
+
+    def reset(self) -> None: ...
+    def evaluate(self, policy: Act) -> list[Episode]: ...
+    def statistics(self) -> dict[str, float]: ...
+    def save(self, folder: Path) -> dict[str, Any]: ...
+    def load(self, folder: Path, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
 class Run:
-    """The folder of a run and what happens in it. Nothing is written before `open`, so bad input leaves no trace."""
+    """The folder of a run and what happens in it. Nothing is written before `resume`, so bad input leaves no trace."""
 
-    _locks: ClassVar[dict[Path, TextIO]] = {}  # this process's: a run that it began again may be one that failed here
-
-    def __init__(self, algo: str, args: RunArgs, steps_between: int | None = None) -> None:
-        """`steps_between`: environment steps from one call of `due` or `save_if_due` to the next; num_envs if None.
+    def __init__(self, algo: str, args: RunArgs) -> None:
+        """Check the folder and the device.
 
         Raises InputError if the folder belongs to other arguments, FinishedRun if the run is complete.
         """
-        self.args, self.steps_between = args, steps_between or args.num_envs
+        self.args, self.algo = args, algo
         self.first_step, self.last_step = args.span
+        self.timings = Timings()
+        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None  # normalises returns
         # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower:
         # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
         torch.set_flush_denormal(True)
@@ -100,8 +124,33 @@ class Run:
             cure = "permit this user to read it, or give" if isinstance(error, PermissionError) else "give"
             raise InputError(f"{where} cannot be read ({error.strerror}): {cure} another --run-dir") from None
 
-    def open(self) -> dict[str, Any] | None:
-        """Makes the folder or takes it up again; returns the state of its last checkpoint, if there is one."""
+    def resume(self, agent: Agent, rollout: Environments, **parts: checkpoint.Part) -> None:
+        """Restore everything from the last checkpoint, or make the folder, reset the environments and evaluate.
+
+        Every part of the run that has state is given once, here; `report` saves the same ones under the same names.
+        Raises InputError if the folder cannot be written, or if the checkpoint is damaged or has other parts.
+        """
+        self._agent, self._rollout, self._parts = agent, rollout, parts
+        saved = self._open()
+        if saved is None:
+            rollout.reset()
+            self._evaluate()
+            return
+        checkpoint.restore(agent, saved["agent"])
+        for name, part in parts.items():
+            part.load(self._replay, saved[name])
+        rollout.load(self._replay, saved["rollout"])
+        if not all(rollout.exact):
+            self._warn_inexact()
+            for part in parts.values():
+                part.discard_unfinished_episodes(rollout.exact)
+
+    @property
+    def _replay(self) -> Path:
+        return self.folder / "checkpoint" / "replay"
+
+    def _open(self) -> dict[str, Any] | None:
+        """Make the folder or open it again; return the last checkpoint, if there is one."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
@@ -110,30 +159,36 @@ class Run:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         saved = None  # read before anything is changed: it may be unreadable
         with contextlib.suppress(FileNotFoundError):
-            saved = checkpoint.load(self.folder / "checkpoint" / "state.pt")
-        config = self.folder / "config.json"
+            saved = checkpoint.load(state_path(self.folder))
+            if differ := saved.keys() ^ {"agent", "rollout", "logger", *self._parts}:
+                raise InputError(
+                    f"{self.folder} has a checkpoint of another version ({', '.join(sorted(differ))} differ): "
+                    "resume it with the commit in its config.json, or give another --run-dir"
+                )
+        config = self.folder / CONFIG
         if self._grown or not config.exists():
-            (self.folder / "DONE").unlink(missing_ok=True)
+            (self.folder / DONE).unlink(missing_ok=True)
             facts = self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)}
             with checkpoint.replacing(config) as file:
                 file.write(json.dumps(facts, indent=2).encode())
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
-        self.logger = Logger(self.folder, self.args.span, self.args.num_envs, saved and saved["logger"], wandb_run)
+        self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
+        self.logger.score = self.score
+        self._previous_step = self.step
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # signals reach the main thread only
                 handler = signal.signal(number, self._on_signal)
                 failed = getattr(handler, "__self__", None)  # a run of this process that came to no end
                 self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
-        self._updated_to = saved.get("updated_to", self.step - self._overlaps) if saved else self.step
         if saved is None:
             self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
             return None
         self.logger.say(f"{self.name}: goes on from step {self.logger.step:,}, on {self.device}, in {self.folder}")
-        if self._grown and self._overlaps:
+        if self._grown and self._overlap_updates:
             self.logger.say(
                 "note: the updates of its last step are done already, one action earlier than in a longer run"
             )
-        before = json.loads(config.read_text())["versions"]
+        before = self._made_by()["versions"]
         if before != self.config["versions"]:
             changed = [name for name, version in versions().items() if before.get(name) != version]
             self.logger.say(f"warning: {', '.join(changed)} changed since it began; it is not bit for bit the same run")
@@ -145,133 +200,161 @@ class Run:
         return self.logger.step
 
     @property
-    def _overlaps(self) -> bool:
-        """Whether the updates of the present step wait until the next action is chosen."""
-        asked = self.args.overlap if isinstance(self.args, OffPolicyArgs) else False
-        return self.step > 0 and (self.device.type == "cuda" if asked is None else asked)
-
-    def claim_updates(self, before_step: bool = False) -> bool:
-        """Return whether the updates of the present step are to be performed here, and note them as performed.
-
-        `before_step`: between the choice of an action and the environment's step, where overlapped updates belong. The
-        last step has no such place after it, so its updates are never put off.
-        """
-        if self._updated_to >= self.step:
+    def _overlap_updates(self) -> bool:
+        """Whether updates wait until the next action is chosen."""
+        if not isinstance(self.args, OffPolicyArgs):
             return False
-        here = before_step or not self._overlaps or self.step >= self.last_step
-        if here:
-            self._updated_to = self.step
-        return here
+        return self.device.type == "cuda" if self.args.overlap is WITH_CUDA else self.args.overlap
 
-    def accelerated(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
+    def steps(self, by: int | None = None) -> Iterator[int]:
+        """Yield each iteration's step: environment steps so far, or below 1 the gradient steps left on a dataset alone.
+
+        An iteration is a gradient step up to step 0, and after it `by` environment steps (default: one of each
+        environment), of which the last iteration takes only those that are left.
+        """
+        each = self.args.num_envs
+        while self.step < self.last_step:
+            steps = 1 if self.step < 0 else by or each
+            left = -(-(self.last_step - self.step) // each) * each
+            self.logger.advance(min(steps, left))
+            self._previous_step = self.step - steps
+            yield self.step
+
+    def updater(self, function: Callable[..., Metrics], generator: torch.Generator) -> Updater:
+        """Return the update in the form in which it is launched. `generator` is the one that it draws from.
+
+        With `--overlap` it waits for the next action, but for the last step's, which no action follows.
+        """
+
+        def should_defer() -> bool:
+            return self._overlap_updates and 0 < self.step < self.last_step
+
+        return Updater(self.graphed(function, generator), should_defer, self.timings)
+
+    def graphed(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
         """The function, compiled where that is asked for, and as CUDA graphs where there is CUDA.
 
-        `common.cuda.Captured` says what it may do. `generator` is the one that it draws from.
+        `common.cuda.GraphedFunction` says what it may do. `generator` is the one that it draws from.
         """
         if self.args.compile:
             function = compiled(function)
-        return Captured(function, generator) if self._captures else function
+        return GraphedFunction(function, generator) if self._captures else function
 
-    def acting(self, agent: Agent) -> Act:
+    def policy(self, agent: Agent) -> Act:
         """Return the agent's `act`, for training. Raises InputError if a checkpoint cannot hold the agent."""
         checkpoint.require_saveable(agent)  # here, not at the first checkpoint
         act: Act = agent.act
-        if not self._captures:
-            return act
-        method: Callable[..., torch.Tensor] = act.__wrapped__  # type: ignore[attr-defined]
-        actions = Captured(torch.no_grad()(method), agent.generator)
-        return lambda obs: actions(agent, torch.from_numpy(obs)).to("cpu", copy=True).numpy()
+        if self._captures:
+            method: Callable[..., torch.Tensor] = act.__wrapped__  # type: ignore[attr-defined]
+            actions = GraphedFunction(torch.no_grad()(method), agent.generator)
+
+            def act(obs: NDArray[Any]) -> NDArray[np.float32]:
+                return actions(agent, torch.from_numpy(obs)).to("cpu", copy=True).numpy()
+
+        def timed_act(obs: NDArray[Any]) -> NDArray[np.float32]:
+            with self.timings("act"):
+                return act(obs)
+
+        return timed_act
 
     @property
     def _captures(self) -> bool:
         return self.device.type == "cuda" and self.args.cuda_graph
 
-    def due(self, every: int) -> bool:
-        """Whether a multiple of `every` was reached since the loop's last turn, or the end."""
-        step = self.step
-        before = step - (self.steps_between if step > 0 else 1)
-        return step // every > before // every or step >= self.last_step
+    def report(self, metrics: Metrics) -> None:
+        """Log, evaluate and save what is due at this step, and stop if a signal asked for it.
 
-    def warn_if_idle(self, steps: int, flag: str) -> None:
-        """Says so where the whole run is within the environment steps before anything is learned."""
+        `metrics` are cleared once they are logged.
+        """
+        if self._due(LOG_EVERY):
+            self.logger.log(metrics | self._rollout.statistics() | self.timings.take())
+            metrics.clear()
+        switch = self.args.switch_step
+        if self._due(self.args.eval_every) or (switch is not None and 0 <= self.step - switch <= self.args.num_envs):
+            self._evaluate()
+        if self._due(self.args.checkpoint_every) or self._signal:
+            self._save()
+        if self._signal:
+            self.logger.say(f"stopped at step {self.step:,}; the same command goes on from there")
+            self._close()
+            raise SystemExit(128 + self._signal)
+
+    def _due(self, every: int) -> bool:
+        """Whether this iteration reached a multiple of `every`, or the end."""
+        return self.step // every > self._previous_step // every or self.step >= self.last_step
+
+    def _evaluate(self) -> None:
+        self.logger.log_evaluation(self._rollout.evaluate(eval_policy(self._agent)))
+
+    def _save(self) -> None:
+        """Write a checkpoint beside the last one and rename it, its replay rows first.
+
+        A kill at any point leaves the last checkpoint or this one.
+        """
+        folder = self.folder / "checkpoint"
+        folder.mkdir(exist_ok=True)
+        checkpoint.sync(self.folder)
+        agent = checkpoint.state_of(self._agent)
+        checkpoint.refuse_non_finite({"agent": agent}, self.folder, self.step)
+        state = {name: part.save(self._replay) for name, part in self._parts.items()}
+        state |= {"agent": agent, "rollout": self._rollout.save(self._replay), "logger": self.logger.state()}
+        checkpoint.save(folder / "state.pt", state)
+        for part in self._parts.values():
+            part.drop_old(self._replay)
+
+    def warn_if_no_updates(self, steps: int, flag: str) -> None:
+        """Warn if the whole run lies within the first `steps` environment steps, in which nothing is learned."""
         if 0 < self.last_step <= steps:
-            self.logger.say(
-                f"warning: nothing is learned in {self.last_step:,} environment steps: {flag} are {steps:,}"
+            sys.stderr.write(
+                f"warning: nothing is learned in {self.last_step:,} environment steps: {flag} are {steps:,}\n"
             )
 
-    def warn_inexact(self, exact: list[bool]) -> None:
-        """Says so, and counts anew, where an environment [num_envs] is not back in the very state that was saved."""
-        if all(exact):
-            return
-        self.logger.count_anew([not each for each in exact])
+    def _warn_inexact(self) -> None:
         if self.args.vectorizer == "envpool":
             cause = "EnvPool cannot save the state of its environments: they begin new episodes here"
         else:
             cause = f"{self.args.env or self.args.task} does not replay bit for bit: it begins a new episode here"
         self.logger.say(f"warning: {cause}, and the run is not exactly the one that was stopped")
 
-    def save_if_due(self, snapshot: Callable[[], dict[str, Any]], buffer: ReplayBuffer | None = None) -> None:
-        """A checkpoint, when one is due or the user asked to stop; then it stops, and the same command goes on.
-
-        Written aside and renamed, the replay rows before the state that needs them: a kill at any instant leaves the
-        checkpoint before, or this one.
-        """
-        if not (self.due(self.args.checkpoint_every) or self._signal):
-            return
-        folder = self.folder / "checkpoint"
-        folder.mkdir(exist_ok=True)
-        checkpoint.sync(self.folder)
-        state = snapshot() | {"logger": self.logger.state(), "updated_to": self._updated_to}
-        checkpoint.refuse_non_finite(state, self.folder, self.step)
-        if buffer is not None:
-            state["buffer"] = buffer.save(folder / "replay")
-        checkpoint.save(folder / "state.pt", state)
-        if buffer is not None:
-            buffer.drop_old(folder / "replay")
-        if self._signal:
-            self.logger.say(f"stopped at step {self.step:,}; the same command goes on from there")
-            self._close()
-            raise SystemExit(128 + self._signal)
-
     def finish(self) -> Result:
         """Mark the run as complete and return its last evaluation."""
-        with checkpoint.replacing(self.folder / "DONE") as file:
+        with checkpoint.replacing(self.folder / DONE) as file:
             file.write(json.dumps({"step": self.step}).encode())
         self._close()
         self.logger.say(f"done at step {self.step:,}, results in {self.folder}")
         return self._result()
 
     def _result(self) -> Result:
-        return Result(self.folder, self.last_step, read_last_evaluation(self.folder / "evaluations.csv"))
+        return Result(self.folder, self.last_step, read_last_evaluation(self.folder))
 
     def _close(self) -> None:
-        """Leaves the process as it was."""
+        """Leave the process as it was."""
+        self._rollout.close()
         self.logger.close()
-        self._locks.pop(self.folder.resolve()).close()
+        self._folder_lock.release(force=True)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
+    def _made_by(self) -> dict[str, Any]:
+        return read_config(self.folder, f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
+
     def _check_folder(self) -> None:
-        config = self.folder / "config.json"
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"{self.folder} is a file: give another --run-dir")
-        if not config.exists():
-            if self.folder.exists() and any(f.name not in (".lock", "config.json.part") for f in self.folder.iterdir()):
+        if not (self.folder / CONFIG).exists():
+            if self.folder.exists() and any(f.name not in (LOCK, f"{CONFIG}.part") for f in self.folder.iterdir()):
                 raise InputError(f"{self.folder} is not empty and not a run folder: give another --run-dir")
             return
-        try:
-            made_by = json.loads(config.read_text())
-            # An argument that did not exist yet did what its default does.
-            defaults = {field.name: field.default for field in dataclasses.fields(self.args)}
-            defaults = json.loads(json.dumps(defaults, default=str))
-            before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f"{config} is damaged: {checkpoint.RESTORE_OR_RESTART}") from None
+        made_by = self._made_by()
+        # An argument that did not exist yet did what its default does.
+        defaults = {field.name: field.default for field in dataclasses.fields(self.args)}
+        defaults = json.loads(json.dumps(defaults, default=str))
+        before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
         now = self.config["arguments"] | {"algorithm": self.config["algo"], "device": self.device.type}
         if before["device"] == "auto":  # what that was
             before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
-        grown = {k: now[k] for k in self.args.may_grow if 0 < before.get(k, 0) < now.get(k, 0)}
-        done = (self.folder / "DONE").exists() and not grown
+        grown = {k: now[k] for k in self.args.extendable if 0 < before.get(k, 0) < now.get(k, 0)}
+        done = is_finished(self.folder) and not grown
         may_differ = (*MAY_DIFFER, *grown, *(("device",) if done else ()))
         differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
         if differ:
@@ -287,14 +370,10 @@ class Run:
             raise FinishedRun(f"{self.folder} is finished ({steps:,} steps): nothing to do", self._result())
 
     def _lock(self) -> None:
-        folder = self.folder.resolve()
-        if folder in self._locks:
-            self._locks.pop(folder).close()
-        self._locks[folder] = (folder / ".lock").open("w")
+        self._folder_lock = lock_of(self.folder)
         try:
-            fcntl.flock(self._locks[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._locks.pop(folder).close()
+            self._folder_lock.acquire()
+        except filelock.Timeout:
             raise InputError(f"another process is running in {self.folder}: wait for it or stop it") from None
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

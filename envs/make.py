@@ -19,10 +19,10 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
-from common.errors import InputError, RunError
+from common.errors import InputError, RunError, require_finite_actions
 from common.seeding import seeds
 from envs.state import Env, ExactState
-from envs.vector import Array, EnvPool, Processes, refuse_non_finite
+from envs.vector import Array, AsyncEnvs, EnvPool
 
 # The families of Gymnasium-Robotics, to name the missing package rather than call their ids unknown.
 ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
@@ -40,7 +40,7 @@ NOTICES = notifications.pop("gymnasium_robotics", {})
 NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
-class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
+class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
 
     The other entries of `info` are dropped because a vector environment spends 1 µs a step to gather each, four
@@ -77,7 +77,7 @@ class Uniform(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         return shaped, self._numbers(info) if self._all_infos else {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        refuse_non_finite(action)
+        require_finite_actions(action)
         obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
         try:
             number = float(reward)
@@ -153,7 +153,7 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     if (box.low != -1).any() or (box.high != 1).any():
         one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
         env = RescaleAction(InBounds(env), -one, one)
-    return ExactState(Uniform(env, all_infos, env_id))
+    return ExactState(CanonicalEnv(env, all_infos, env_id))
 
 
 def action_box(env_id: str, **kwargs: Any) -> Box:
@@ -216,7 +216,7 @@ def make_vector(
     if vectorizer == "sync":
         envs = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.DISABLED)
     else:
-        envs = Processes(env_fns) if vectorizer == "async" else EnvPool(env_id, num_envs)
+        envs = AsyncEnvs(env_fns) if vectorizer == "async" else EnvPool(env_id, num_envs)
     envs.reset(seed=list(each))
     return envs
 

@@ -16,12 +16,12 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 from gymnasium.vector.utils import batch_space
 
-from common.errors import InputError, RunError
+from common.errors import InputError, RunError, require_finite_actions
 
 Array = npt.NDArray[Any]
 Step = tuple[Array, Array, Array, Array, dict[str, Any]]
 
-# EnvPool's environments that were measured to be Gymnasium's (bench/compare_envpool.py, docs/environments.md).
+# EnvPool's environments that were measured to be Gymnasium's (tests/test_envpool.py, docs/environments.md).
 ENVPOOL_IDS = tuple(
     f"{name}-{version}"
     for name in ("Ant", "HalfCheetah", "Hopper", "InvertedPendulum", "Swimmer", "Walker2d")
@@ -29,22 +29,20 @@ ENVPOOL_IDS = tuple(
 )
 
 
-def refuse_non_finite(actions: Array) -> None:
-    """Raise RunError if `actions` are not finite: a simulator would go on with them, or write files of its own."""
-    if not np.isfinite(actions).all():
-        raise RunError("the policy gives non-finite actions: try a smaller learning rate or reward scale")
-
-
-class Processes(AsyncVectorEnv[Array, Array]):
+class AsyncEnvs(AsyncVectorEnv[Array, Array]):
     """Gymnasium's AsyncVectorEnv without autoreset: `env_fns` each in a process, which ends with this one."""
 
     def __init__(self, env_fns: list[Any]) -> None:
         super().__init__(env_fns, worker=_work, autoreset_mode=AutoresetMode.DISABLED)
 
-    def step(self, actions: Array) -> Step:
-        refuse_non_finite(actions)  # here, because an error in a worker comes with its traceback
+    def step_async(self, actions: Array) -> None:
+        require_finite_actions(actions)  # here, because an error in a worker comes with its traceback
         with self._alive():
-            return super().step(actions)
+            super().step_async(actions)
+
+    def step_wait(self, timeout: float | None = None) -> Step:
+        with self._alive():
+            return super().step_wait(timeout)
 
     def reset(self, **kwargs: Any) -> tuple[Array, dict[str, Any]]:
         with self._alive():
@@ -129,7 +127,7 @@ class EnvPool(VectorEnv[Array, Array, Array]):
         return self._obs.copy(), {}
 
     def step(self, actions: Array) -> Step:
-        refuse_non_finite(actions)
+        require_finite_actions(actions)
         # EnvPool would take this step to reset them, unasked, and lose the action.
         assert not self._dones.any(), f"reset first what has ended: {np.flatnonzero(self._dones)}"
         own = self._low + (actions.astype(np.float64) + 1.0) / 2.0 * (self._high - self._low)

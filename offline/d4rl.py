@@ -18,15 +18,7 @@ from common.errors import InputError
 from offline.download import download
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.hdf5 import BAD_FILE, opened, unreadable
-from offline.recording import (
-    Array,
-    Block,
-    Recording,
-    checked_attributes,
-    nearest,
-    trusted_environment,
-    untrusted_environment,
-)
+from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, named_environment, nearest
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
 BLOCK_ROWS = 16_384
@@ -68,7 +60,10 @@ def reference(name: str | None) -> tuple[float, float] | None:
     Adroit binary task that goes on.
     """
     entry = IDS.get(name or "")
-    return entry.reference if entry else _SCORES.get(name or "", _SCORES.get(f"offline.environments:{name}"))
+    if entry:
+        return entry.reference
+    registered = (name or "").removeprefix("envs.d4rl:")  # an environment may also be given by its module or its name
+    return _SCORES.get(registered, _SCORES.get(f"offline.environments:{registered}"))
 
 
 def folder() -> Path:
@@ -81,7 +76,7 @@ def url(dataset_id: str) -> str:
     return os.environ.get("D4RL_MIRROR", SERVER).rstrip("/") + "/" + IDS[dataset_id].file
 
 
-def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> Recording:
+def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:
     """The recording of a D4RL id (downloaded at first use) or of the HDF5 file at a path.
 
     An episode ends where `terminals` or `timeouts` is set, at the file's end and, in a file without `timeouts`, after
@@ -217,9 +212,9 @@ class _Layout:
         return values.reshape(self.rows)
 
 
-def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> Recording:
+def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> RawDataset:
     attributes = checked_attributes(layout.path, layout.file.attrs, layout.action_dim)
-    env = ENVIRONMENTS.get(source) if entry else trusted_environment(attributes.get("env"))
+    envs = {"env": ENVIRONMENTS.get(source)} if entry else named_environment(attributes.get("env"))
     rewards = layout.column("rewards").astype(np.float64)
     # A kitchen's episode ends when all four tasks are complete, which its files do not say (WSRL's fork of D4RL does).
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan
@@ -239,32 +234,31 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
 
     path, shape = layout.path, layout.shape
 
-    def blocks() -> Iterator[Block]:
+    def blocks() -> Iterator[TransitionBlock]:
         with _Layout(path, shape) as layout:
             step = layout.block_rows()
             for first in range(0, layout.rows, step):
                 block = _block(layout, first, min(first + step, layout.rows), next_known, last_rows, compat)
                 block = block._replace(terminations=block.terminations | (block.rewards == complete))
                 rows = keep[first : first + step]
-                yield block if rows.all() else Block(*(part[rows] for part in block))
+                yield block if rows.all() else TransitionBlock(*(part[rows] for part in block))
 
     def kept_rewards() -> Array:
         with _Layout(path, shape) as layout:
             return layout.column("rewards")[keep]
 
     stat, bound = path.stat(), entry.action_bound if entry else None
-    return Recording(
+    return RawDataset(
         source, layout.obs_dim, layout.action_dim, ends[some], lost[some], blocks, kept_rewards,
-        env=env, env_kwargs=attributes.get("env_kwargs", {}),
+        **envs, env_kwargs=attributes.get("env_kwargs", {}),
         action_low=attributes.get("action_low", bound and -bound), action_high=attributes.get("action_high", bound),
-        reference=attributes.get("reference", entry.reference if entry else reference(env)),
+        reference=attributes.get("reference", entry.reference if entry else reference(envs["env"])),
         version=(str(path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
-        untrusted_env=None if entry else untrusted_environment(attributes.get("env")),
         bad_reward_rows=np.flatnonzero(~np.isfinite(rewards)),
     )  # fmt: skip
 
 
-def _block(layout: _Layout, first: int, last: int, next_known: bool, last_rows: Array, compat: bool) -> Block:
+def _block(layout: _Layout, first: int, last: int, next_known: bool, last_rows: Array, compat: bool) -> TransitionBlock:
     file = layout.file
     read_ahead = not next_known and last < layout.rows
     obs: Array = file["observations"][first : last + 1 if read_ahead else last]
@@ -272,14 +266,14 @@ def _block(layout: _Layout, first: int, last: int, next_known: bool, last_rows: 
     rewards: Array = file["rewards"][first:last].reshape(-1)
     terminations: Array = file["terminals"][first:last].reshape(-1) != 0
     if next_known:
-        return Block(obs, actions, rewards, file["next_observations"][first:last], terminations)
+        return TransitionBlock(obs, actions, rewards, file["next_observations"][first:last], terminations)
     n = last - first
     next_obs = obs[1:] if read_ahead else np.concatenate([obs[1:], obs[-1:]])
     if not compat:  # what follows an episode's last step belongs to another episode
         inside = last_rows[(last_rows >= first) & (last_rows < last)] - first
         next_obs = next_obs.copy()
         next_obs[inside] = obs[inside]
-    return Block(obs[:n], actions, rewards, next_obs, terminations)
+    return TransitionBlock(obs[:n], actions, rewards, next_obs, terminations)
 
 
 def _kept(terminals: NDArray[np.bool_], finals: NDArray[np.bool_], last_rows: Array, compat: bool) -> NDArray[np.bool_]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,8 +24,8 @@ from common.replay_buffer import Batch, ReplayBuffer, pack
 from offline import d4rl, minari
 from offline.recording import (
     Array,
-    Block,
-    Recording,
+    RawDataset,
+    TransitionBlock,
     action_box,
     distance_outside,
     nearest,
@@ -33,6 +33,7 @@ from offline.recording import (
     warn_of_actions_outside,
     warn_of_another_box,
 )
+from offline.rewards import IDENTITY, RewardTransform
 
 TANH_LIMIT = 1.0 - 1e-5  # the log-probability of an action of exactly ±1 is infinite under a tanh-Gaussian
 
@@ -45,7 +46,7 @@ class Dataset:
     buffer: ReplayBuffer
     ends: NDArray[np.int64]
     """[episodes]: one past each episode's last transition."""
-    lost_rewards: NDArray[np.float64]
+    dropped_final_rewards: NDArray[np.float64]
     """[episodes]: the scaled reward of an episode's last step where it is not among the transitions, else NaN."""
     env: str | None = None
     """The environment that evaluates it, as `envs.make.make` takes it; None where nobody knows."""
@@ -53,11 +54,10 @@ class Dataset:
     """Arguments for its constructor."""
     reference: tuple[float, float] | None = None
     """Returns that stand for the scores 0 and 100 (`offline.scores`)."""
-    reward_scale: float = 1.0
-    reward_shift: float = 0.0
+    rewards: RewardTransform = IDENTITY
     """What rewards were multiplied by, and what then was added: online rewards need the same, once."""
     untrusted_env: str | None = None
-    """As in `Recording`."""
+    """As in `RawDataset`."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -99,12 +99,8 @@ class Dataset:
     def returns(self) -> NDArray[np.float64]:
         """[episodes]: undiscounted sums of the scaled rewards, lost ones included."""
         return np.add.reduceat(self.column("rewards").astype(np.float64), self.starts) + np.nan_to_num(
-            self.lost_rewards
+            self.dropped_final_rewards
         )
-
-    def scale(self, rewards: Array) -> Array:
-        """Online rewards, scaled and shifted as the dataset's were."""
-        return rewards * self.reward_scale + self.reward_shift
 
     def return_to_go(self, gamma: float, failure: float | None = None) -> NDArray[np.float32]:
         """[n]: the discounted sum of the scaled rewards from each transition to its episode's end.
@@ -122,9 +118,9 @@ class Dataset:
         to_go = np.empty_like(rewards)
         longest_first = np.argsort(-self.lengths, kind="stable")
         ends, lengths = self.ends[longest_first], self.lengths[longest_first]
-        following = np.nan_to_num(self.lost_rewards)
+        following = np.nan_to_num(self.dropped_final_rewards)
         if failure is not None:
-            last = np.where(np.isnan(self.lost_rewards), rewards[self.ends - 1], self.lost_rewards)
+            last = np.where(np.isnan(self.dropped_final_rewards), rewards[self.ends - 1], self.dropped_final_rewards)
             cut = self.column("terminations")[self.ends - 1] == 0
             following[cut & np.isclose(last, failure)] = failure / (1.0 - gamma)
         following = following[longest_first]
@@ -134,7 +130,7 @@ class Dataset:
             to_go[ends[:episodes] - steps] = following
         if failure is not None:
             failed = np.logical_and.reduceat(np.isclose(rewards, failure), self.starts)
-            failed &= np.isnan(self.lost_rewards) | np.isclose(self.lost_rewards, failure)
+            failed &= np.isnan(self.dropped_final_rewards) | np.isclose(self.dropped_final_rewards, failure)
             to_go[np.repeat(failed, self.lengths)] = failure / (1.0 - gamma)
         return to_go.astype(np.float32)
 
@@ -165,7 +161,8 @@ class Dataset:
         buffer.rows.copy_(self.buffer.rows[rows.to(self.buffer.device)])
         buffer.added = len(rows)
         chosen = copy.copy(self)
-        chosen.buffer, chosen.ends, chosen.lost_rewards = buffer, np.cumsum(self.lengths[best]), self.lost_rewards[best]
+        chosen.buffer, chosen.ends = buffer, np.cumsum(self.lengths[best])
+        chosen.dropped_final_rewards = self.dropped_final_rewards[best]
         return chosen
 
     def weights(self, temperature: float = 0.1, baseline: bool = False) -> NDArray[np.float64]:
@@ -210,7 +207,7 @@ class WeightedSampler:
         return self.buffer.at(where.clamp(max=len(self.cumulative) - 1))
 
 
-def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> Recording:
+def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:
     """What a D4RL id, the path of a file in D4RL's layout, or a Minari id holds.
 
     `compat`: exactly as D4RL's `qlearning_dataset` converts it. `horizon`: the time limit of a file that marks none.
@@ -232,8 +229,7 @@ def load(
     source: str | Path,
     device: torch.device | str = "cpu",
     capacity: int | None = None,
-    reward_scale: float = 1.0,
-    reward_shift: float = 0.0,
+    rewards: RewardTransform = IDENTITY,
     normalize_returns: bool = False,
     max_action: float | None = TANH_LIMIT,
     compat: bool = False,
@@ -244,7 +240,7 @@ def load(
     """The dataset `source` (as `read` takes it) as a replay buffer.
 
     `capacity`: rows of the buffer, at least the dataset's, which is the default. Rewards become
-    reward_scale · r + reward_shift; with `normalize_returns` r is first multiplied by 1000 / (best − worst return), as
+    `rewards(r)`; with `normalize_returns` r is first multiplied by 1000 / (best − worst return), as
     IQL does on locomotion (Kostrikov et al. 2021, appendix B). Actions are rescaled from the environment's box to
     [-1, 1] and clipped to ±max_action (None: not clipped). `mapped`: whether the rows stay on the disk, in a file below
     $ONRAMP_CACHE (else ~/.cache/onramp), instead of in memory; None: only where free memory would not hold them.
@@ -266,13 +262,13 @@ def load(
             bad = np.flatnonzero(~np.isfinite(recording.rewards()))
             raise _not_finite(source, f"rewards of transition {bad[0]:,}" if len(bad) else "returns")
         if (spread := float(np.ptp(returns))) == 0.0:
-            raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --normalize-returns False")
-        reward_scale *= 1000.0 / spread
+            raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --no-normalize-returns")
+        rewards = rewards._replace(scale=rewards.scale * 1000.0 / spread)
     low, high = action_box(recording, env)
     with contextlib.suppress(InputError):  # an environment that does not start has no box to compare with
         if env or recording.id not in d4rl.IDS:  # whose boxes are known to be those of their environments
             warn_of_another_box(recording, env)
-    blocks = _Prepared(recording, low, high, reward_scale, reward_shift, None if compat else max_action)
+    blocks = _Prepared(recording, low, high, rewards, None if compat else max_action)
     if _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped):
         file = _on_disk(blocks)
         buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device, file)
@@ -282,10 +278,10 @@ def load(
         for block in blocks.read():
             buffer.add(*block)
     warn_of_actions_outside(recording, env, (low, high), blocks.outside, blocks.farthest, blocks.max_action is None)
-    lost_rewards = recording.lost_rewards * reward_scale + reward_shift
+    dropped_final_rewards = rewards(recording.dropped_final_rewards)
     return Dataset(
-        recording.id, buffer, recording.ends, lost_rewards, recording.env, recording.env_kwargs, recording.reference,
-        reward_scale, reward_shift, recording.untrusted_env,
+        recording.id, buffer, recording.ends, dropped_final_rewards, recording.env, recording.env_kwargs,
+        recording.reference, rewards, recording.untrusted_env,
     )  # fmt: skip
 
 
@@ -307,12 +303,11 @@ def _should_map(num_bytes: int, device: torch.device, asked: bool | None) -> boo
 class _Prepared:
     """A recording's transitions as the buffer holds them."""
 
-    recording: Recording
+    recording: RawDataset
     low: Array
     high: Array
     """The box of the actions."""
-    reward_scale: float
-    reward_shift: float
+    rewards: RewardTransform
     max_action: float | None
     outside: int = 0
     farthest: Array = field(default_factory=lambda: np.zeros(1))
@@ -322,14 +317,14 @@ class _Prepared:
     def widths(self) -> tuple[int, ...]:
         return (self.recording.obs_dim, self.recording.action_dim, 1, self.recording.obs_dim, 1)
 
-    def read(self) -> Iterator[Block]:
+    def read(self) -> Iterator[TransitionBlock]:
         low, high = self.low, self.high
         unit = bool((low == -1).all() and (high == 1).all())
         first, self.outside, self.farthest = 0, 0, np.zeros(self.recording.action_dim)
         for recorded in self.recording.blocks():
             rewards, actions = np.asarray(recorded.rewards, np.float64), recorded.actions
-            if (self.reward_scale, self.reward_shift) != (1.0, 0.0):
-                rewards = rewards * self.reward_scale + self.reward_shift
+            if self.rewards != IDENTITY:
+                rewards = self.rewards(rewards)
             distance = distance_outside(actions, low, high)
             self.outside += int((distance > 0).any(1).sum())
             self.farthest = np.maximum(self.farthest, distance.max(0, initial=0.0))
@@ -339,8 +334,8 @@ class _Prepared:
                 parts = (
                     part.astype(np.float32, copy=False) for part in recorded._replace(rewards=rewards, actions=actions)
                 )
-                block = Block(*parts)
-            for name, part in zip(Block._fields, block, strict=True):
+                block = TransitionBlock(*parts)
+            for name, part in zip(TransitionBlock._fields, block, strict=True):
                 if not np.isfinite(part).all():
                     row = first + int(np.argwhere(~np.isfinite(part))[0][0])
                     raise _not_finite(self.recording.id, f"{name} of transition {row:,}")
@@ -352,20 +347,9 @@ class _Prepared:
 
 def _not_finite(source: str | Path, what: str) -> InputError:
     return InputError(
-        f"{source}: {what} are not finite; `python -m offline.inspect {source}` counts such values: "
+        f"{source}: {what} are not finite; `python -m tools.inspect_dataset {source}` counts such values: "
         "give a dataset without them"
     )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Nobody else is in such a block for the same folder, in no process of this machine."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(number)
 
 
 def _on_disk(blocks: _Prepared) -> Path:
@@ -373,13 +357,14 @@ def _on_disk(blocks: _Prepared) -> Path:
     cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
     recording = blocks.recording
     box = (blocks.low.tolist(), blocks.high.tolist())
-    made_of = (2, recording.version, box, blocks.reward_scale, blocks.reward_shift, blocks.max_action, len(recording))
+    made_of = (2, recording.version, box, *blocks.rewards, blocks.max_action, len(recording))
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     path = cache / f"{Path(recording.id).name}-{name}.rows"
     warned = path.with_suffix(".json")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache) if not path.exists() else contextlib.nullcontext():  # another process may be making it
+        # Another process may be making it.
+        with FileLock(cache / ".lock") if not path.exists() else contextlib.nullcontext():
             if not path.exists():
                 with replacing(path) as file:
                     first = 0

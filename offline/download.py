@@ -1,6 +1,5 @@
 """A file from the web: resumed where it was cut, checked, and landed in one step."""
 
-import fcntl
 import http.client
 import json
 import os
@@ -14,6 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from filelock import FileLock
 from tqdm import tqdm
 
 from common.errors import InputError, RunError
@@ -50,15 +50,16 @@ def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
     Raises InputError where the file cannot be had, RunError where the disk is full or the connection is cut.
     """
     part, facts = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
+    lock = path.with_name(path.name + ".part.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)  # another process may be downloading it: then wait for its file
-            if path.exists():
-                part.unlink(missing_ok=True)
-                return
-            _insist(url, part, facts)
-            _land(url, part, path, facts, check)
+        with FileLock(lock):  # another process may be downloading it: then wait for its file
+            try:
+                if not path.exists():
+                    _insist(url, part, facts)
+                    _land(url, part, path, facts, check)
+            finally:
+                lock.unlink()  # while it is held: a process that waits for it makes a new one
     except urllib.error.URLError as error:
         raise InputError(
             f"{url} cannot be downloaded ({error.reason if hasattr(error, 'reason') else error}): "

@@ -58,7 +58,7 @@ def _complaint(path: Path, error: Exception) -> str:
         return "is an empty file: give an HDF5 file in D4RL's layout (docs/data.md)"
     if not head.startswith(SIGNATURE) and not h5py.is_hdf5(path):  # a user block may stand before the signature
         return f"is {_kind(head)}not an HDF5 file: give one in D4RL's layout (docs/data.md)"
-    if locked and path.suffix != ".part":  # which `download` itself holds
+    if locked:
         return "is open for writing elsewhere: close it there first"
     if "open for write" in reason:
         return "was never closed by the program that wrote it: close it there, or run `h5clear -s` on a copy"

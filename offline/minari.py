@@ -26,15 +26,7 @@ from minari.storage.remotes import DEFAULT_REMOTE
 
 from common.errors import InputError
 from offline.download import require_connection
-from offline.recording import (
-    Array,
-    Block,
-    Recording,
-    checked_attributes,
-    nearest,
-    trusted_environment,
-    untrusted_environment,
-)
+from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, named_environment, nearest
 
 BLOCK_ROWS = 10_000  # short episodes are joined to blocks of about so many transitions
 
@@ -58,7 +50,7 @@ def known() -> list[str]:
         return [*list_local_datasets(), *file.read().split()]
 
 
-def read(source: str) -> Recording:
+def read(source: str) -> RawDataset:
     """The recording of a Minari id, downloaded at first use into Minari's own folder ($MINARI_DATASETS_PATH).
 
     Raises InputError where there is no such dataset, it cannot be downloaded or read, or its observations or actions
@@ -76,7 +68,11 @@ def read(source: str) -> Recording:
 
 def reference(dataset_id: str) -> tuple[float, float] | None:
     """The returns that score 0 and 100, as a dataset that is here states them."""
-    if not is_id(dataset_id) or not (get_dataset_path(dataset_id) / "data" / "metadata.json").exists():
+    try:
+        is_here = is_id(dataset_id) and (get_dataset_path(dataset_id) / "data" / "metadata.json").exists()
+    except OSError:  # Minari makes its folder, and may not
+        is_here = False
+    if not is_here:
         return None
     scores = _scores(load_dataset(dataset_id).storage.metadata)
     return checked_attributes(dataset_id, scores, action_dim=0).get("reference")
@@ -100,7 +96,7 @@ def _download(source: str) -> None:
         raise InputError(f"{source} is not in {get_dataset_path()} and cannot be downloaded ({reason}){cure}") from None
 
 
-def _recording(dataset: MinariDataset, source: str) -> Recording:
+def _recording(dataset: MinariDataset, source: str) -> RawDataset:
     metadata = dataset.storage.metadata
     obs_space, action_space = dataset.observation_space, dataset.action_space
     if not isinstance(action_space, Box) or len(action_space.shape) != 1 or not _is_vector(obs_space):
@@ -113,13 +109,13 @@ def _recording(dataset: MinariDataset, source: str) -> Recording:
         raise InputError(f"{source} is empty: it holds no transitions")
     ends = np.cumsum([length for length in lengths if length > 0])
 
-    def blocks() -> Iterator[Block]:
-        waiting: list[Block] = []
+    def blocks() -> Iterator[TransitionBlock]:
+        waiting: list[TransitionBlock] = []
         for episode in _episodes(dataset, lengths):
             obs = _joined(obs_space, episode.observations)
             if len(obs) != len(episode.rewards) + 1:
                 raise _damaged(dataset.storage.data_path, ValueError("an episode lacks its last observation"))
-            waiting.append(Block(obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations))
+            waiting.append(TransitionBlock(obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations))
             if sum(len(block.rewards) for block in waiting) >= BLOCK_ROWS:
                 yield _concatenated(waiting)
                 waiting = []
@@ -136,11 +132,10 @@ def _recording(dataset: MinariDataset, source: str) -> Recording:
         attributes |= {"action_low": action_space.low, "action_high": action_space.high}
     attributes = checked_attributes(source, attributes, int(action_space.shape[0]))
     files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
-    return Recording(
+    return RawDataset(
         source, _width(obs_space), int(action_space.shape[0]), ends, np.full(len(ends), np.nan), blocks, rewards,
-        env=trusted_environment(name), **attributes,
+        **named_environment(name), **attributes,
         version=tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files),
-        untrusted_env=untrusted_environment(name),
     )  # fmt: skip
 
 
@@ -178,13 +173,13 @@ def _environment(metadata: dict[str, Any], path: Path) -> tuple[str | None, dict
     registered = gym.registry.get(name)
     if limit and not (registered and registered.max_episode_steps == limit):
         kwargs["max_episode_steps"] = limit
-    if name.startswith("d4rl/"):  # adapted by offline.environments, whose import registers it
+    if name.startswith("d4rl/"):  # adapted by envs.d4rl, which offline.environments imports
         return f"offline.environments:{name}", kwargs
     return (collected_in if collected_in and collected_in.rpartition(":")[2] == name else name), kwargs
 
 
 def _collected_in(metadata: dict[str, Any]) -> str | None:
-    """Return the environment of offline.collect's recipe, which names its module as a spec does not."""
+    """Return the environment of tools.collect's recipe, which names its module as a spec does not."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return str(json.loads(metadata["recipe"])["arguments"]["env"])
     return None
@@ -229,8 +224,8 @@ def _joined(space: Space[Any], values: Any) -> Array:
     return array.reshape(len(array), -1)
 
 
-def _concatenated(blocks: list[Block]) -> Block:
-    return Block(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
+def _concatenated(blocks: list[TransitionBlock]) -> TransitionBlock:
+    return TransitionBlock(*(np.concatenate(parts) for parts in zip(*blocks, strict=True)))
 
 
 def _damaged(path: Path, error: Exception) -> InputError:

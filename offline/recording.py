@@ -19,13 +19,14 @@ from envs import make
 Array = NDArray[Any]
 # float32 moves a number by at most 6e-8 of its size, and an action was stored and rescaled a few times.
 ROUNDING = 1e-6
+TRUSTED = ("", "envs.d4rl", "offline.environments")  # modules that the environments named in files may be of
 # What `envs.make` itself takes, so that no environment's constructor can get it.
 RESERVED = sorted(
     {*inspect.signature(make.make).parameters, *inspect.signature(make.make_vector).parameters} - {"kwargs"}
 )
 
 
-class Block(NamedTuple):
+class TransitionBlock(NamedTuple):
     """n consecutive transitions: obs and next_obs [n, obs_dim], actions [n, action_dim] in the environment's own units,
     rewards and terminations [n].
     """
@@ -38,7 +39,7 @@ class Block(NamedTuple):
 
 
 @dataclass
-class Recording:
+class RawDataset:
     """Transitions as they were recorded, episode after episode: nothing scaled, clipped or checked for finiteness."""
 
     id: str
@@ -46,11 +47,11 @@ class Recording:
     action_dim: int
     ends: NDArray[np.int64]
     """[episodes]: one past each episode's last transition, ascending; the last is the number of transitions."""
-    lost_rewards: NDArray[np.float64]
+    dropped_final_rewards: NDArray[np.float64]
     """[episodes]: the reward of an episode's last step if that step is not among the transitions, else NaN. A lost
     reward that is NaN itself is inf here.
     """
-    blocks: Callable[[], Iterator[Block]]
+    blocks: Callable[[], Iterator[TransitionBlock]]
     """Reads all transitions, in order."""
     rewards: Callable[[], Array]
     """Reads their rewards alone."""
@@ -77,7 +78,7 @@ class Recording:
     def returns(self) -> NDArray[np.float64]:
         """Undiscounted return of each episode [episodes], its lost reward included."""
         return np.add.reduceat(self.rewards().astype(np.float64), self.starts) + np.nan_to_num(
-            self.lost_rewards, posinf=np.inf, neginf=-np.inf
+            self.dropped_final_rewards, posinf=np.inf, neginf=-np.inf
         )
 
     @property
@@ -94,15 +95,14 @@ def nearest(name: str, known: list[str]) -> str:
 
 def trusted_environment(name: object) -> str | None:
     """The environment that a dataset names, unless making it would import a module of the dataset's choice."""
-    return name if isinstance(name, str) and name.rpartition(":")[0] in ("", "offline.environments") else None
+    return name if isinstance(name, str) and name.rpartition(":")[0] in TRUSTED else None
 
 
-def untrusted_environment(name: object) -> str | None:
-    """Return the module:Name-v0 that a dataset names and `trusted_environment` does not take; only --env allows it."""
-    text = name.decode(errors="replace") if isinstance(name, bytes) else name
-    if trusted_environment(text) is not None or not isinstance(text, str):
-        return None
-    return text if re.fullmatch(r"[\w.]+:[\w./-]{1,100}", text) else None
+def named_environment(name: object) -> dict[str, Any]:
+    """Return a `RawDataset`'s env and untrusted_env: the latter is a module:Name-v0 that only --env allows."""
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    is_untrusted = trusted_environment(text) is None and re.fullmatch(r"[\w.]+:[\w./-]{1,100}", text)
+    return {"env": trusted_environment(name), "untrusted_env": text if is_untrusted else None}
 
 
 def _text(value: Any) -> str:
@@ -190,7 +190,7 @@ def not_imported(source: str, env: str) -> InputError:
     )
 
 
-def box_cure(recording: Recording, env: str | None = None) -> str:
+def box_cure(recording: RawDataset, env: str | None = None) -> str:
     """Return what to do about a box of actions that is unknown or wrong; `env`: the environment that the user gave."""
     is_file = Path(recording.id).is_file()
     if recording.action_low is not None:
@@ -199,7 +199,7 @@ def box_cure(recording: Recording, env: str | None = None) -> str:
     return f"give its attributes action_low and action_high, or {given}" if is_file else f"give {given}"
 
 
-def action_box(recording: Recording, env: str | None = None) -> tuple[Array, Array]:
+def action_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
     """Return the lowest and the highest action, [action_dim] or []: as the dataset states them, else as the environment
     does: `env`, or the one that the dataset names.
 
@@ -210,7 +210,7 @@ def action_box(recording: Recording, env: str | None = None) -> tuple[Array, Arr
     return environment_box(recording, env)
 
 
-def environment_box(recording: Recording, env: str | None = None) -> tuple[Array, Array]:
+def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
     """Return the lowest and the highest action, [action_dim], of `env` or of the environment that the dataset names.
 
     Raises InputError if there is none, if it does not start, or if its actions have another size.
@@ -231,7 +231,7 @@ def environment_box(recording: Recording, env: str | None = None) -> tuple[Array
     return box.low.astype(np.float64), box.high.astype(np.float64)
 
 
-def warn_of_another_box(recording: Recording, env: str | None = None) -> None:
+def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
     """Print a line if the box that the dataset states is not that of `env`, or of the environment that it names.
 
     Raises InputError as `environment_box`.
@@ -253,7 +253,7 @@ def warn_of_another_box(recording: Recording, env: str | None = None) -> None:
 
 
 def warn_of_actions_outside(
-    recording: Recording, env: str | None, box: tuple[Array, Array], count: int, farthest: Array, kept: bool
+    recording: RawDataset, env: str | None, box: tuple[Array, Array], count: int, farthest: Array, kept: bool
 ) -> None:
     """Print a line if `count` transitions have actions outside the box: where that is worst, relative to its width.
 

@@ -180,7 +180,7 @@ def write_minari(
                 "dataset_id": dataset_id,
                 "minari_version": minari.__version__,
                 "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
-                "description": "Collected by onramp's offline.collect; how is in the entry recipe.",
+                "description": "Collected by onramp's tools.collect; how is in the entry recipe.",
                 "recipe": json.dumps(recipe),
                 **reference,
             }

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from common import checkpoint
 from common.arguments import RunArgs
 from common.replay_buffer import Batch, ReplayBuffer
-from offline.switch import with_presets
+from offline.offline_to_online import OfflineArgs, with_presets
 
 # A shell's background job ignores Ctrl-C, and so would every program that the tests start, those of Ctrl-C too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,51 +39,42 @@ COMMON = {
     "checkpoint_every": 100,
     "device": "cpu",
 }
-OFF_POLICY = {"batch_size": 16, "learning_starts": 50, "buffer_size": 10_000}
-SMALL: dict[str, dict[str, Any]] = {
-    "sac": COMMON | OFF_POLICY,
-    "td3": COMMON | OFF_POLICY,
-    "ppo": COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10},
-    "bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
-    "iql": COMMON | {"batch_size": 16, "buffer_size": 10_000},
-    "cql": COMMON
-    | {"batch_size": 16, "buffer_size": 10_000, "critic_hidden": (16, 16), "cql_actions": 2, "calibrated": True},
-    "td3_bc": COMMON | {"batch_size": 16, "buffer_size": 10_000},
-    "wsrl": COMMON
-    | {
-        "batch_size": 16,
-        "buffer_size": 10_000,
-        "critic_hidden": (16, 16),
-        "critics": 3,
-        "cql_actions": 2,
-        "calibrated": True,
-        "warmup_steps": 70,
-    },
-    "expo": COMMON
-    | {
-        "size": "small",
-        "batch_size": 16,
-        "buffer_size": 10_000,
-        "width": 16,
-        "blocks": 1,
-        "denoising_steps": 3,
-        "critics": 3,
-        "target_critics": 2,
-        "dropout": 0.1,
-        "utd": 2,
-        "base_samples": 2,
-        "edits": 2,
-        "random_steps": 70,
-        "edit_scale": 0.3,
-    },
-}
-OFFLINE = ("bc", "cql", "expo", "iql", "td3_bc", "wsrl")  # these begin with a dataset
+ALGORITHMS = tuple(sorted(path.stem for path in (ROOT / "algos").glob("*.py") if path.stem != "__init__"))
+EXAMPLE = "sac"  # of tests for which any algorithm would do
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
+
+
+def module(algo: str) -> ModuleType:
+    return importlib.import_module(f"algos.{algo}")
+
+
+OFFLINE = tuple(algo for algo in ALGORITHMS if issubclass(module(algo).Args, OfflineArgs))  # begin with a dataset
+every_algorithm = pytest.mark.parametrize("algo", ALGORITHMS)
+
+
+def with_flag(*names: str) -> list[str]:
+    """The algorithms that have all of these flags."""
+    return [algo for algo in ALGORITHMS if all(hasattr(module(algo).Args, name) for name in names)]
+
+
+def small_of(algo: str) -> dict[str, Any]:
+    """The arguments of a run of seconds: SMALL at the top of tests/test_<algo>.py, which is imported only here.
+
+    Raises LookupError if there is none.
+    """
+    cure = "give it SMALL = COMMON | {...}, a run of seconds"
+    path = ROOT / "tests" / f"test_{algo}.py"
+    if not path.exists():
+        raise LookupError(f"algos/{algo}.py has no tests/{path.name}: {cure}")
+    found: dict[str, Any] | None = getattr(importlib.import_module(path.stem), "SMALL", None)
+    if found is None:
+        raise LookupError(f"tests/{path.name} has no SMALL: {cure}")
+    return found
 
 
 def arguments_of(algo: str, changed: dict[str, Any]) -> dict[str, Any]:
     """SMALL's, changed; where an algorithm begins with a dataset, half of the total steps are offline."""
-    arguments = SMALL[algo] | changed
+    arguments = small_of(algo) | changed
     if algo in OFFLINE:
         total = arguments.pop("total_steps")
         arguments.pop("learning_starts", None)
@@ -114,36 +105,58 @@ class Failing(gym.Env[Any, Any]):
 
 gym.register("Failing-v0", entry_point=Failing)  # its spaces are Pendulum's
 gym.register("Unscored-v0", entry_point=Failing)
-every_algorithm = pytest.mark.parametrize("algo", sorted(SMALL))
 
 
-def module(algo: str) -> ModuleType:
-    return importlib.import_module(f"algos.{algo}")
+def agent_class(algo: str) -> Any:
+    """The class of an algorithm's agent: its file's name in capitals, without underscores."""
+    name, found = algo.replace("_", "").upper(), vars(module(algo))
+    assert name in found, f"algos/{algo}.py has no class {name}: its agent's is the file's name in capitals"
+    return found[name]
 
 
-def agent_of(algo: str, action_dim: int = 2, device: str = "cpu") -> Any:
+def agent_of(algo: str, action_dim: int = 2, device: str = "cpu", **changed: Any) -> Any:
     """One for 3 observations, as in SMALL."""
-    args, found = module(algo).Args(**arguments_of(algo, {})), vars(module(algo))
+    args = module(algo).Args(**arguments_of(algo, changed))
     if algo in OFFLINE:
-        sizes = found["SIZES"]["small"] if algo == "expo" else {}
-        args = with_presets(args, {domain: preset | sizes for domain, preset in found.get("PRESETS", {}).items()})
-    return found[algo.replace("_", "").upper()](args, 3, action_dim, torch.device(device))
+        args = with_presets(args, vars(module(algo)).get("PRESETS", {}))
+    return agent_class(algo)(args, 3, action_dim, torch.device(device))
 
 
-def updates_of(algo: str, agent: Any) -> Callable[[Batch, bool], Any]:
-    """An update on a batch, the second argument what changes from one to the next."""
-    if algo == "ppo":
-        step = agent.step
-        return lambda b, _: step(module("ppo").Minibatch(b.obs, b.actions, *3 * [b.rewards], b.returns_to_go))
-    if algo in ("td3", "td3_bc", "cql"):
-        return agent.update
-    return (lambda b, _: agent.update(b, True)) if algo in ("wsrl", "expo") else lambda b, _: agent.update(b)
+def is_follower(name: str) -> bool:
+    """Whether an attribute of this name is a network that follows another."""
+    return followed_by(name) != name
+
+
+def followed_by(name: str) -> str:
+    """The name of the network that it follows: "critic" for "target_critic", "base" for "base_average"."""
+    return name.removeprefix("target_").removesuffix("_average")
+
+
+def networks_of(agent: Any) -> dict[str, torch.nn.Module]:
+    """The networks that learn, without targets and averages."""
+    found = {name: value for name, value in vars(agent).items() if isinstance(value, torch.nn.Module)}
+    return {
+        name: network for name, network in found.items()
+        if not is_follower(name) and any(parameter.requires_grad for parameter in network.parameters())
+    }  # fmt: skip
+
+
+def updates_of(agent: Any) -> Callable[[Batch, bool], Any]:
+    """An update on a batch; the second argument is what changes from one to the next, where something does.
+
+    That is `update`. An agent whose `update` takes no Batch has a method `step`, on a named tuple of tensors.
+    """
+    _, *changing = hints = {k: v for k, v in get_type_hints(agent.update).items() if k != "return"}
+    if next(iter(hints.values())) is Batch:
+        return agent.update if changing else lambda b, _: agent.update(b)
+    minibatch = next(iter(get_type_hints(agent.step).values()))
+    return lambda b, _: agent.step(minibatch(*(getattr(b, name, b.rewards) for name in minibatch._fields)))
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., RunArgs]:
     """Arguments of a run of seconds, in a folder of this test's."""
-    return lambda algo="sac", **changed: module(algo).Args(
+    return lambda algo=EXAMPLE, **changed: module(algo).Args(
         **arguments_of(algo, {"run_dir": tmp_path / "run"} | changed)
     )
 
@@ -167,19 +180,19 @@ def process_as_before() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def flags(algo: str = "sac", **arguments: Any) -> list[str]:
+def flags(algo: str = EXAMPLE, **arguments: Any) -> list[str]:
     """The command-line flags for these arguments."""
     said: list[str] = []
     for name, value in arguments_of(algo, arguments).items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool) and isinstance(getattr(module(algo).Args, name), bool):  # else it may be None too
+        if isinstance(value, bool):
             said += [f"--{flag}" if value else f"--no-{flag}"]
         else:
             said += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return said
 
 
-def command(*arguments: str, algo: str = "sac", **options: Any) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, algo: str = EXAMPLE, **options: Any) -> subprocess.CompletedProcess[str]:
     """`python algos/<algo>.py` with these flags, to its end."""
     line = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)
@@ -219,7 +232,8 @@ def replay_bytes(folder: Path) -> bytes:
 
 def stored(folder: Path) -> Batch:
     """The online transitions of a run's last checkpoint, in order; of 3 observations and 1 action."""
-    state = final_state(folder)["buffer"]
+    state = final_state(folder)
+    state = state["buffer"] if "buffer" in state else state["data"]["buffer"]
     buffer = ReplayBuffer(state["added"], 3, 1, returns_to_go=len(state["widths"]) == 6)
     buffer.load(folder / "checkpoint" / "replay", state)
     return buffer.at(torch.arange(len(buffer)))

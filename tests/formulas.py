@@ -97,17 +97,28 @@ def log_sum_exp(entries: list[float]) -> float:
     return top + math.log(sum(math.exp(entry - top) for entry in entries))
 
 
+def assert_log_std_is_clamped(actor: Any, low: float, high: float) -> None:
+    """The last layer's outputs within the bounds stay as they are, those beyond are the bounds."""
+    half = len(actor.net[-1].bias) // 2
+    for log_std in (low - 10, low + 1, high - 0.1, high + 3):
+        with torch.no_grad():
+            actor.net[-1].weight.zero_()
+            actor.net[-1].bias[half:] = log_std
+        expected = torch.full((1, half), min(max(log_std, low), high))
+        torch.testing.assert_close(actor(torch.zeros(1, 3)).log_std, expected)
+
+
 def assert_targets_follow_each_step(agent: Any, tau: float, update: Callable[[], Any]) -> None:
     """The target critics after `update` are averages, made by hand, of the critics behind each of their own steps."""
-    expected = [target.detach().clone() for target in agent.critic_target.parameters()]
-    descend = agent.critic_optimizer.descend
+    expected = [target.detach().clone() for target in agent.target_critic.parameters()]
+    descend = agent.critic_optimizer.minimize
 
     def followed(loss: torch.Tensor) -> None:
         descend(loss)
         for target, learned in zip(expected, agent.critic.parameters(), strict=True):
             target += tau * (learned.detach() - target)
 
-    agent.critic_optimizer.descend = followed
+    agent.critic_optimizer.minimize = followed
     update()
-    for target, by_hand in zip(agent.critic_target.parameters(), expected, strict=True):
+    for target, by_hand in zip(agent.target_critic.parameters(), expected, strict=True):
         torch.testing.assert_close(target.detach(), by_hand, rtol=0, atol=4e-15)  # 16 roundings of numbers below 2

@@ -15,22 +15,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+import common.updater
+import envs.rollout
 import envs.state
 import envs.vector
-import offline.switch
+import offline.offline_to_online
 from common import checkpoint
-from common.command_line import command_line
-from common.networks import Adam
+from common.command_line import command_line, parse
+from common.optim import Adam
 
 algorithm = importlib.import_module(f"algos.{sys.argv[1]}")
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (envs.state.ExactState, "step"),
-    "async step": (envs.vector.Processes, "step"),
-    "online step": (offline.switch.Switch, "add"),
-    "update": (Adam, "descend"),
-    "evaluation": (algorithm, "evaluate"),
+    "async step": (envs.vector.AsyncEnvs, "step_async"),
+    "online step": (offline.offline_to_online.OfflineToOnline, "add"),
+    "flush": (common.updater.Updater, "flush"),
+    "update": (Adam, "minimize"),
+    "evaluation": (envs.rollout, "evaluate"),
     "save": (checkpoint, "save"),
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),
@@ -73,7 +74,7 @@ def was_killed(child: int, options: int = 0) -> bool:
 
 def kill_at_random(kills: int) -> None:
     """After no, one or two checkpoints, and up to 0.3 s more: seconds alone would differ by machine."""
-    path = tyro.cli(algorithm.Args).run_dir / "checkpoint" / "state.pt"
+    path = parse(algorithm.Args).run_dir / "checkpoint" / "state.pt"
     chance, steps = random.Random(0), []
     for _ in range(kills):
         written, count = modified(path), chance.randint(0, 2)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from bench.adastop import Design, decide
+from bench.report.adastop import Design, decide
 
 Draw = Callable[[np.random.Generator, str, tuple[int, int]], np.ndarray]
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from conftest import SHARED
 
-from bench.adroit_binary import Args, main, until_solved
 from common.errors import InputError
+from envs.d4rl import solved
 from envs.make import make
 from offline.dataset import load
-from offline.environments import BINARY, solved
+from offline.environments import BINARY
 from offline.scores import normalized, reference
 from offline.write import Transitions
+from tools.adroit_binary import Args, main, until_solved
 
 PEN = SHARED / "data" / "adroit" / "pen-human-sparse.hdf5"
 needs_demonstrations = pytest.mark.skipif(not PEN.exists(), reason=f"{PEN} is not there")

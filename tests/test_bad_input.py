@@ -30,6 +30,7 @@ from conftest import (
     killed_at,
     module,
     same,
+    with_flag,
 )
 
 from common.command_line import command_line
@@ -122,7 +123,7 @@ def test_bad_flags(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, arguments: list[str], named: list[str]
 ):
     monkeypatch.chdir(tmp_path)
-    if algo == "bc" and "--gamma" in arguments:
+    if "--gamma" in arguments and algo not in with_flag("gamma"):
         pytest.skip("imitation discounts nothing")
     data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
     assert_refused(run(*data, *arguments, algo=algo), 2, *named)
@@ -139,25 +140,11 @@ def test_bad_flags(
         ("sac", ["--buffer-size", "1000000000000", "--total-steps", "1000000000000"], ["GB", "--buffer-size"]),
         ("sac", ["--track"], ["pip install wandb"]),
         ("expo", ["--dataset", str(PENDULUM), "--base-tau", "2"], ["--base-tau is 2"]),
-        (
-            "cql",
-            [
-                "--dataset",
-                str(PENDULUM),
-                "--offline-steps",
-                "9",
-                "--calibrated",
-                "--gamma",
-                "1",
-                "--failure-reward",
-                "-1",
-            ],
-            ["--gamma is 1"],
-        ),
+        ("cql", [*f"--dataset {PENDULUM} --calibrated --gamma 1 --failure-reward -1".split()], ["--gamma is 1"]),
         ("iql", ["--dataset", "D4RL/pen/human-v2", "--d4rl-compat"], ["--d4rl-compat", "Minari"]),
         ("td3", ["--policy-delay", "0"], ["--policy-delay is 0"]),
         ("td3", ["--target-noise", "-0.2"], ["--target-noise is -0.2"]),
-        ("bc", ["--dataset", str(PENDULUM), "--top", "1.5"], ["--top is 1.5"]),
+        ("bc", ["--dataset", str(PENDULUM), "--top-fraction", "1.5"], ["--top-fraction is 1.5"]),
         ("td3_bc", ["--dataset", str(PENDULUM), "--alpha", "0"], ["--alpha is 0"]),
         ("iql", [], ["--dataset is missing"]),
         ("iql", ["--dataset", str(PENDULUM), "--horizon", "0"], ["--horizon is 0"]),
@@ -324,7 +311,7 @@ def test_non_finite_environment(run, tmp_path: Path, algo: str, part: str):
     assert final_state(tmp_path / "run")["logger"]["step"] in (50, 100)  # the checkpoint before it is whole
 
 
-@pytest.mark.parametrize("algo", ["sac", "td3"])
+@pytest.mark.parametrize("algo", sorted({*with_flag("critic_lr")} - {*OFFLINE}))
 def test_non_finite_loss(run, tmp_path: Path, algo: str):
     result = run(*flags(algo, run_dir=tmp_path / "run", critic_lr=1e30), algo=algo)
     assert_refused(result, 1, "non-finite actions", "learning rate")
@@ -375,7 +362,7 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
         "gym.register('Drifting-v0', entry_point=Drifting, max_episode_steps=70)\n"
     )
     (tmp_path / "drifting.py").write_text(code)
-    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
     assert killed_at("sac", [("update", 500)], *arguments, env=environ).returncode == 0
     result = command(*arguments, env=environ)

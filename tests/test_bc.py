@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PENDULUM, SMALL, final_state, module, same
+from conftest import COMMON, PENDULUM, final_state, module, same
 from d4rl_file import make
 from formulas import forward, layers, make_batch
 
 from algos.bc import BC, Args
 from common.checkpoint import restore, state_of
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
+SMALL = COMMON | {"batch_size": 16, "buffer_size": 10_000}
 MEAN, DEVIATION = np.float32([2.0, -30.0, 0.0]), np.float32([0.5, 4.0, 0.0])  # the last is the same everywhere
 
 
 def make_agent(double: bool = True, **changed: Any) -> BC:
-    small = {name: SMALL["bc"][name] for name in ("hidden", "batch_size")}
+    small = {name: SMALL[name] for name in ("hidden", "batch_size")}
     agent = BC(Args(**({"dataset": str(PENDULUM)} | small | changed)), 3, 2, torch.device("cpu"))
     if double:
         agent.actor.double()
@@ -71,7 +72,9 @@ def test_10_percent_bc_imitates_the_best_episodes_only(small: Any, tmp_path: Pat
     obs = np.random.default_rng(0).normal(np.where(best, 3.0, 0.0)[:, None], 1.0, (100, 3)).astype(np.float32)
     actions, rewards = np.where(best, 0.5, -0.5)[:, None], np.where(best, 2.0, 1.0)
     path = make(tmp_path / "data.hdf5", ".........t" * 10, observations=obs, actions=actions, rewards=rewards)
-    args = small("bc", dataset=str(path), offline_steps=400, online_steps=20, top=top, actor_lr=3e-3, hidden=(1,))
+    args = small(
+        "bc", dataset=str(path), offline_steps=400, online_steps=20, top_fraction=top, actor_lr=3e-3, hidden=(1,)
+    )
     module("bc").train(args)
     agent = BC(args, 3, 1, torch.device("cpu"))
     restore(agent, final_state(args.run_dir)["agent"])

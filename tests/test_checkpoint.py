@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, agent_of, every_algorithm, module, same
+from conftest import agent_of, every_algorithm, module, same, small_of
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -27,12 +27,12 @@ from algos.sac import SAC, Args
 from common import checkpoint
 from common.checkpoint import replacing, restore, state_of
 from common.errors import InputError
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
 
 def agent(seed: int = 1) -> SAC:
-    return SAC(Args(**(SMALL["sac"] | {"seed": seed})), 3, 2, torch.device("cpu"))
+    return SAC(Args(**(small_of("sac") | {"seed": seed})), 3, 2, torch.device("cpu"))
 
 
 def learn(agent: SAC, updates: int) -> None:
@@ -51,7 +51,7 @@ def test_a_restored_agent_learns_on_exactly_as_the_original(tmp_path: Path):
     checkpoint.save(tmp_path / "state.pt", state_of(original))
     restore(restored, checkpoint.load(tmp_path / "state.pt"))
     assert same(state_of(original), state_of(restored))
-    alpha, target = restored.log_alpha.item(), restored.critic_target.state_dict()
+    alpha, target = restored.log_alpha.item(), restored.target_critic.state_dict()
     assert not same(target, restored.critic.state_dict())  # targets rebuilt from the online networks
     learn(original, 5)
     learn(restored, 5)
@@ -75,7 +75,7 @@ def test_a_later_attribute_is_saved_without_further_code():
 
 
 def test_state_of_another_shape_or_code_is_refused():
-    state = state_of(SAC(Args(**(SMALL["sac"] | {"hidden": (8,)})), 3, 2, torch.device("cpu")))
+    state = state_of(SAC(Args(**(small_of("sac") | {"hidden": (8,)})), 3, 2, torch.device("cpu")))
     with pytest.raises(InputError, match="does not fit"):
         restore(agent(), state)
     with pytest.raises(InputError, match=r"made by other code: .*log_alpha"):
@@ -195,7 +195,7 @@ def test_a_scheduled_learning_rate_resumes_exactly(name: str, tmp_path: Path):
             restore(agent := Agent(), checkpoint.load(tmp_path / "state.pt"))
         plain.grad = 2.0 * plain.detach()
         theirs.step()
-        agent.optimizer.descend(agent.weights.square().sum())
+        agent.optimizer.minimize(agent.weights.square().sum())
         for each in (schedule, agent.schedule):
             each.step(*([1.0] if name == "plateau" else []))
         rates.add(agent.optimizer.lr)

@@ -1,4 +1,4 @@
-"""Datasets made by offline.collect: whole, reproducible, equal in both layouts, and what is refused."""
+"""Datasets made by tools.collect: whole, reproducible, equal in both layouts, and what is refused."""
 
 import json
 import resource
@@ -20,9 +20,9 @@ from gymnasium.spaces import flatten
 from common.command_line import command_line
 from common.errors import Finished, InputError, RunError
 from common.seeding import seeds
-from envs.make import Uniform
-from offline.collect import Args, collect
+from envs.make import CanonicalEnv
 from offline.dataset import load
+from tools.collect import Args, collect
 
 FIELDS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
 Data = dict[str, np.ndarray]
@@ -255,7 +255,7 @@ def test_the_same_command_again_does_nothing():
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """`python -m offline.collect FLAGS` in this process: its exit status and what it said."""
+    """`python -m tools.collect FLAGS` in this process: its exit status and what it said."""
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["collect.py", *arguments])
@@ -418,8 +418,8 @@ def test_minari_infos_with_odd_names_and_values(vectorizer: str):
 
 def test_infos_that_cannot_be_stored_cost_no_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """The episodes are written without them, and a line says so."""
-    numbers = Uniform._numbers
-    monkeypatch.setattr(Uniform, "_numbers", lambda self, info: numbers(self, info) | {".": 1.0})
+    numbers = CanonicalEnv._numbers
+    monkeypatch.setattr(CanonicalEnv, "_numbers", lambda self, info: numbers(self, info) | {".": 1.0})
     collect(Args("minari:test/told-v0", "Told-v0", ("random",), transitions=14, num_envs=2))
     dataset = minari.load_dataset("test/told-v0")
     assert (dataset.total_steps, dataset[0].infos) == (14, {})
@@ -471,7 +471,7 @@ def test_non_finite_data():
 @pytest.mark.parametrize("output", ["data.hdf5", "minari:test/random-v0"])
 def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
     """Nothing is left where a reader looks; with room, the same command works."""
-    line = [sys.executable, "-m", "offline.collect", *PENDULUM, "--transitions", "2000", "--output", output]
+    line = [sys.executable, "-m", "tools.collect", *PENDULUM, "--transitions", "2000", "--output", output]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 1024, 20 * 1024))  # noqa: E731
     full = subprocess.run(line, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert full.returncode == 1
@@ -482,7 +482,7 @@ def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
 
     code = (
         "import os, signal, sys; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from common.command_line import command_line; from offline.collect import Args, collect\n"
+        "from common.command_line import command_line; from tools.collect import Args, collect\n"
         "command_line(collect, Args)"
     )
     killed = subprocess.run([sys.executable, "-c", code, *line[3:]], capture_output=True, check=False)
@@ -495,7 +495,7 @@ def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
 
 
 def test_help_lists_every_flag():
-    line = [sys.executable, "-m", "offline.collect", "--help"]
+    line = [sys.executable, "-m", "tools.collect", "--help"]
     result = subprocess.run(line, capture_output=True, text=True, check=False)
     assert result.returncode == 0
     assert all(f"--{name.replace('_', '-')}" in result.stdout for name in Args.__dataclass_fields__)

@@ -1,4 +1,4 @@
-"""bench/compare.py on made-up run folders: what it reads, which seeds it asks for, and when it stops."""
+"""bench/report/compare.py on made-up run folders: what it reads, which seeds it asks for, and when it stops."""
 
 import gzip
 import itertools
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import compare, sweep
-from bench.compare import Args, Run, next_seeds, read_curve, until_decided
+from bench.report import compare
+from bench.report.compare import Args, Run, next_seeds, read_curve, until_decided
+from bench.sweep import sweep
 from common.errors import InputError, RunError
 
 HEADER = "step,episode,return,length,success,normalized_score\n"

@@ -20,18 +20,20 @@ from conftest import (
     flags,
     killed_at,
     module,
+    networks_of,
     replay_bytes,
     same,
     updates_of,
+    with_flag,
 )
 from formulas import make_batch
 
 from common.arguments import RunArgs
 from common.checkpoint import state_of
-from common.cuda import SHARE
+from common.cuda import GPU_SHARE_ENV
 from common.replay_buffer import Batch, ReplayBuffer
 
-SOON = {"sac": {"learning_starts": 5}, "td3": {"learning_starts": 5}, "wsrl": {"warmup_steps": 5, "utd": 1}}  # updates
+SOON = {"learning_starts": 5, "warmup_steps": 5, "random_steps": 5, "utd": 1}  # updates
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
@@ -71,7 +73,8 @@ def test_resume_is_exact(algo: str, tmp_path: Path):
 def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Callable[..., RunArgs], tmp_path: Path):
     """A hundred updates in each phase; without the compiler bit for bit, with it to rounding, which learning magnifies:
     there the networks after the first updates count, by how far the eager ones moved in them."""
-    steps: dict[str, Any] = {"total_steps": 60} | SOON.get(algo, {}) if compiled else {}
+    soon = {name: steps for name, steps in SOON.items() if algo in with_flag(name)}
+    steps: dict[str, Any] = {"total_steps": 60} | soon if compiled else {}
     for cuda_graph in (False, True):
         args = small(
             algo, device="cuda", cuda_graph=cuda_graph, compile=compiled and cuda_graph,
@@ -81,11 +84,10 @@ def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Ca
     if not compiled:
         assert_same_run(tmp_path / "False", tmp_path / "True")
         return
-    first = state_of(agent_of(algo, action_dim=1))
+    first = state_of(agent := agent_of(algo, action_dim=1))
     eager, captured = (final_state(tmp_path / name)["agent"] for name in ("False", "True"))
-    networks = [name for name in first if name in ("actor", "critic", "value", "base", "edit")]
-    assert networks
-    for name in networks:
+    assert networks_of(agent)
+    for name in networks_of(agent):
         start, one, other = (torch.cat([w.cpu().flatten() for w in s[name].values()]) for s in (first, eager, captured))
         assert (other - one).norm() < 0.01 * (one - start).norm(), name
 
@@ -94,7 +96,7 @@ def test_a_captured_run_equals_an_eager_one(algo: str, compiled: bool, small: Ca
 def test_an_update_waits_for_nothing(algo: str):
     """Nothing on the host reads a number from the device, which would stop it, and cannot be recorded."""
     agent, batch = agent_of(algo, device="cuda"), Batch(*(part.float().cuda() for part in make_batch(32)[:5]))
-    update = updates_of(algo, agent)
+    update = updates_of(agent)
     for mode in ("default", "error"):  # the first makes what is made once
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -111,7 +113,7 @@ def test_a_run_keeps_to_its_share_of_the_memory():
         "try: torch.empty(total // 5, dtype=torch.uint8, device=d)\n"
         "except torch.cuda.OutOfMemoryError: print('refused')\n"
     )
-    environment = os.environ | {SHARE: "0.1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {GPU_SHARE_ENV: "0.1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "refused\n"
 

@@ -23,14 +23,14 @@ from test_bad_input import bound_by_permissions
 from common.errors import InputError
 from offline import d4rl
 from offline.dataset import load
-from offline.recording import Block, Recording
+from offline.recording import RawDataset, TransitionBlock
 
 
-def joined(recording: Recording) -> Block:
-    return Block(*(np.concatenate(parts) for parts in zip(*recording.blocks(), strict=True)))
+def joined(recording: RawDataset) -> TransitionBlock:
+    return TransitionBlock(*(np.concatenate(parts) for parts in zip(*recording.blocks(), strict=True)))
 
 
-def first_column(recording: Recording) -> tuple[list[float], list[float]]:
+def first_column(recording: RawDataset) -> tuple[list[float], list[float]]:
     """Which rows the transitions lead from and to."""
     block = joined(recording)
     return block.obs[:, 0].tolist(), block.next_obs[:, 0].tolist()
@@ -47,8 +47,8 @@ class TestEpisodes:
     def test_the_step_at_a_time_out_is_dropped_and_still_counts_in_the_return(self, tmp_path: Path) -> None:
         recording = d4rl.read(str(make(tmp_path / "a.hdf5", "..t..o..t.")))
         assert recording.ends.tolist() == [3, 5, 8]
-        assert recording.lost_rewards.tolist()[1] == 105
-        assert np.isnan(recording.lost_rewards[[0, 2]]).all()
+        assert recording.dropped_final_rewards.tolist()[1] == 105
+        assert np.isnan(recording.dropped_final_rewards[[0, 2]]).all()
         assert recording.returns().tolist() == [303, 103 + 104 + 105, 106 + 107 + 108]
 
     def test_it_is_kept_where_its_next_observation_exists(self, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ class TestEpisodes:
         assert obs == list(range(10))
         assert next_obs == [row + 0.5 for row in range(10)]
         assert recording.ends.tolist() == [3, 6, 9, 10]
-        assert np.isnan(recording.lost_rewards).all()
+        assert np.isnan(recording.dropped_final_rewards).all()
 
     def test_a_kitchen_with_all_four_tasks_complete_is_terminal(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -474,7 +474,7 @@ class TestHorizon:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file with chunks, checksums and compression, as D4RL and `offline.collect` write them."""
+    """A file with chunks, checksums and compression, as D4RL and `tools.collect` write them."""
     path = tmp_path_factory.mktemp("whole") / "a.hdf5"
     random = np.random.default_rng(0)
     with h5py.File(path, "w") as file:

@@ -16,7 +16,8 @@ from d4rl_file import make
 from common.errors import InputError, RunError
 from common.replay_buffer import ReplayBuffer
 from offline.dataset import TANH_LIMIT, Dataset, WeightedSampler, _Prepared, load
-from offline.recording import Block
+from offline.recording import TransitionBlock
+from offline.rewards import RewardTransform
 
 ENDS = "....t..o.....o.t...o..."  # six episodes and an unfinished one
 
@@ -56,7 +57,7 @@ def test_a_path_is_as_good_as_a_string(path: str) -> None:
 
 def test_returns(path: str) -> None:
     expected = [sum(rewards) for rewards, _ in episodes(path, 2.0, -1.0)]
-    assert np.allclose(load(path, reward_scale=2.0, reward_shift=-1.0).returns(), expected, atol=1e-6)
+    assert np.allclose(load(path, rewards=RewardTransform(2.0, -1.0)).returns(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
@@ -65,7 +66,7 @@ def test_return_to_go(path: str, gamma: float) -> None:
     for rewards, length in episodes(path, 10.0, -5.0):
         for step in range(length):
             expected.append(sum(gamma**k * reward for k, reward in enumerate(rewards[step:])))
-    dataset = load(path, reward_scale=10.0, reward_shift=-5.0)
+    dataset = load(path, rewards=RewardTransform(10.0, -5.0))
     assert np.allclose(dataset.return_to_go(gamma), expected, rtol=1e-5)
 
 
@@ -75,7 +76,7 @@ def test_return_to_go_of_an_episode_that_never_succeeds(tmp_path: Path) -> None:
     """
     rewards = np.array([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0], np.float32)
     path = str(make(tmp_path / "a.hdf5", "..o....o...o", rewards=rewards))
-    to_go = load(path, reward_scale=10.0, reward_shift=-5.0).return_to_go(0.9, failure=-5.0)
+    to_go = load(path, rewards=RewardTransform(10.0, -5.0)).return_to_go(0.9, failure=-5.0)
     assert np.allclose(to_go[:2], -50.0)
     assert np.allclose(to_go[2:6], [-5 * (1 - 0.9**k) / 0.1 + 5 * 0.9**k for k in (4, 3, 2, 1)])
     assert to_go[8] == pytest.approx(5 - 0.9 * 50)
@@ -87,25 +88,25 @@ def test_return_to_go_behind_a_success(tmp_path: Path, end: str, expected: list[
     """An episode that is cut goes on; one that terminates is over."""
     rewards, next_obs = np.array([0, 1, 0], np.float32), np.zeros((3, 2), np.float32)
     path = str(make(tmp_path / "a.hdf5", ".." + end, rewards=rewards, next_observations=next_obs))
-    to_go = load(path, reward_scale=10.0, reward_shift=-5.0).return_to_go(0.9, failure=-5.0)
+    to_go = load(path, rewards=RewardTransform(10.0, -5.0)).return_to_go(0.9, failure=-5.0)
     assert to_go.tolist() == pytest.approx(expected)
 
 
 class TestRewards:
     def test_they_are_scaled_once_and_online_ones_alike(self, path: str) -> None:
-        raw, dataset = load(path), load(path, reward_scale=10.0, reward_shift=-5.0)
+        raw, dataset = load(path), load(path, rewards=RewardTransform(10.0, -5.0))
         assert np.allclose(dataset.column("rewards"), raw.column("rewards") * 10 - 5, atol=1e-5)
-        assert np.allclose(dataset.scale(raw.column("rewards")), dataset.column("rewards"), atol=1e-5)
+        assert np.allclose(dataset.rewards(raw.column("rewards")), dataset.column("rewards"), atol=1e-5)
 
     def test_normalized_as_iql_does(self, path: str) -> None:
         raw, dataset = load(path), load(path, normalize_returns=True)
         spread = raw.returns().max() - raw.returns().min()
         assert np.ptp(dataset.returns()) == pytest.approx(1000.0)
-        assert dataset.reward_scale == pytest.approx(1000.0 / spread)
+        assert dataset.rewards.scale == pytest.approx(1000.0 / spread)
 
     def test_equal_returns_cannot_be_normalized(self, tmp_path: Path) -> None:
         path = str(make(tmp_path / "a.hdf5", "..t..t", rewards=np.zeros(6)))
-        with pytest.raises(InputError, match=r"all returns are equal.*--normalize-returns False"):
+        with pytest.raises(InputError, match=r"all returns are equal.*--no-normalize-returns"):
             load(path, normalize_returns=True)
 
     @pytest.mark.parametrize("options", [{}, {"normalize_returns": True}, {"compat": True}])
@@ -214,7 +215,7 @@ class TestFingerprint:
 
     def test_it_tells_everything_apart(self, path: str) -> None:
         ways: list[Dataset] = [
-            load(path), load(path, reward_scale=2.0), load(path, max_action=0.5), load(path, compat=True),
+            load(path), load(path, rewards=RewardTransform(2.0)), load(path, max_action=0.5), load(path, compat=True),
             load(path).top(0.5),
         ]  # fmt: skip
         assert len({dataset.fingerprint() for dataset in ways}) == len(ways)
@@ -283,14 +284,14 @@ def memory_of(load_it: str, kind: str) -> tuple[int, int]:
 
 class TestMapped:
     def test_the_same_rows_from_the_disk(self, path: str, own_cache: Path) -> None:
-        mapped = load(path, mapped=True, reward_scale=3.0)
-        assert torch.equal(mapped.buffer.rows, load(path, reward_scale=3.0).buffer.rows)
+        mapped = load(path, mapped=True, rewards=RewardTransform(3.0))
+        assert torch.equal(mapped.buffer.rows, load(path, rewards=RewardTransform(3.0)).buffer.rows)
         assert mapped.buffer.file is not None
         assert mapped.buffer.file.parent == own_cache
 
     def test_a_changed_file_or_other_arguments_make_another(self, path: str, own_cache: Path) -> None:
         load(path, mapped=True)
-        load(path, mapped=True, reward_scale=2.0)
+        load(path, mapped=True, rewards=RewardTransform(2.0))
         assert len(list(own_cache.glob("*.rows"))) == 2
         make(Path(path), ENDS, rewards=np.ones(len(ENDS)))
         assert load(path, mapped=True).column("rewards").tolist() == [1] * 19
@@ -299,7 +300,7 @@ class TestMapped:
     def test_of_two_that_make_it_at_once_the_second_waits(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         read, calls = _Prepared.read, []
 
-        def slowly(blocks: _Prepared) -> Iterator[Block]:
+        def slowly(blocks: _Prepared) -> Iterator[TransitionBlock]:
             calls.append(blocks)
             for block in read(blocks):
                 time.sleep(0.5)
@@ -336,7 +337,7 @@ class TestMapped:
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert "cannot be written (File too large): make room" in done.stderr
-        assert list(own_cache.iterdir()) == []
+        assert [path.name for path in own_cache.iterdir()] in ([], [".lock"])  # an empty file
 
     def test_a_cache_that_cannot_be_written(self, path: str, own_cache: Path) -> None:
         own_cache.write_text("a file")

@@ -15,8 +15,8 @@ from envs.make import action_box
 from offline import d4rl
 from offline.dataset import load
 from offline.environments import ENVIRONMENTS
-from offline.inspect import Args, facts, main
 from offline.recording import ROUNDING, distance_outside
+from tools.inspect_dataset import Args, facts, main
 
 ACTIONS = np.float32([[-2], [-1], [0], [0.5], [1], [2]])
 

@@ -12,10 +12,15 @@ import mujoco
 import numpy as np
 import pytest
 from conftest import ROOT, SHARED
+from gymnasium.envs.registration import load_env_creator
 
 from common.errors import InputError
+from envs import d4rl
+from envs.d4rl import ANT_GOAL, POINT_GOAL, WALLS, AntMaze, Maze
 from envs.make import make
-from offline.environments import ANT_GOAL, ENVIRONMENTS, POINT_GOAL, WALLS, AntMaze, Maze, environment_of
+from offline.environments import BINARY, ENVIRONMENTS, environment_of
+from offline.recording import trusted_environment
+from offline.scores import reference
 
 NEWER_MUJOCO = tuple(map(int, mujoco.__version__.split(".")[:2])) > (3, 11)
 # One dataset for each environment: the observation's and the action's size, and D4RL's horizon.
@@ -74,9 +79,33 @@ def test_an_unknown_dataset_is_refused_with_the_nearest() -> None:
         environment_of("")
 
 
+def test_ids_of_runs_and_datasets_made_earlier_still_work() -> None:
+    """They name `offline.environments`, and that is what is stored; the module of the environments does as well."""
+    configs = [json.loads(path.read_text())["arguments"] for path in (ROOT / "results").rglob("config.json")]
+    kept = {arguments["env"] for arguments in configs if ":" in arguments.get("env", "")}
+    assert "offline.environments:d4rl/door-v1" in kept
+    assert environment_of("maze2d-medium-v1") == "offline.environments:d4rl/maze2d-medium-v1"
+    pytest.importorskip("gymnasium_robotics")
+    for old in [*kept, "offline.environments:d4rl/maze2d-medium-v1", *BINARY.values()]:
+        new = old.replace("offline.environments:", "envs.d4rl:")
+        one, other = make(old), make(new)
+        for name in ("id", "entry_point", "kwargs", "max_episode_steps"):
+            assert getattr(one.spec, name) == getattr(other.spec, name)
+        np.testing.assert_array_equal(one.reset(seed=3)[0], other.reset(seed=3)[0])
+        assert reference(old) == reference(new)
+        assert trusted_environment(old) == old
+        assert trusted_environment(new) == new
+    assert reference("envs.d4rl:d4rl/door-v1") == (-56.512833, 2880.5693087298737)
+
+
+@pytest.mark.parametrize("name", ["Adroit", "AdroitBinary", "AntMaze", "Kitchen", "PaddedAnt", "PointMaze"])
+def test_entry_points_in_minari_datasets_made_earlier_still_work(name: str) -> None:
+    assert load_env_creator(f"offline.environments:{name}") is getattr(d4rl, name)
+
+
 def test_importing_makes_and_imports_nothing() -> None:
     code = (
-        "import sys, offline.environments\n"
+        "import sys, envs.d4rl, offline.environments\n"
         "print([name for name in ('mujoco', 'gymnasium_robotics', 'torch') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from bench.datasets import describe
-from offline.collect import Args, collect
 from offline.dataset import load
+from tools.collect import Args, collect
+from tools.datasets import describe
 
 
 def random_data(path: Path, seed: int) -> None:

@@ -34,7 +34,7 @@ def test_ids_that_were_not_found_equal_are_refused() -> None:
 def near(env_id: str) -> bool:
     """Whether EnvPool's environment is Gymnasium's as far as this machine can tell."""
     pytest.importorskip("envpool")
-    found = importlib.import_module("bench.compare_envpool").compare(env_id)  # which imports EnvPool itself
+    found = importlib.import_module("envpool_comparison").compare(env_id)  # which imports EnvPool itself
     assert found["limits"][0] == found["limits"][1]
     assert found["unequal_ends"] == 0
     assert found["starts"] < 0.1  # beyond 0.087 by chance once in a thousand coordinates

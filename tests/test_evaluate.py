@@ -39,7 +39,7 @@ def test_each_episode_ends_by_itself_and_gets_its_own_actions():
 
 
 def test_an_episode_without_end_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("common.evaluate.LONGEST", 5)
+    monkeypatch.setattr("common.evaluate.MAX_EPISODE_STEPS", 5)
     assert evaluate(lambda obs: 2 * obs, [Countdown()], [4])[0].length == 5
     with pytest.raises(RunError, match=r"did not end in 5 steps: .*max_episode_steps"):
         evaluate(lambda obs: 2 * obs, [Countdown(), Countdown()], [3, 6])

@@ -4,17 +4,52 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, PENDULUM, SMALL, agent_of, every_algorithm, module, same, stored, updates_of
+from conftest import (
+    ALGORITHMS,
+    OFFLINE,
+    PENDULUM,
+    ROOT,
+    agent_class,
+    agent_of,
+    arguments_of,
+    every_algorithm,
+    followed_by,
+    is_follower,
+    module,
+    same,
+    stored,
+    updates_of,
+    with_flag,
+)
 from formulas import make_batch
 
-from common.networks import Adam
+from common.optim import Adam, SoftUpdate
 from common.replay_buffer import ReplayBuffer
 from envs import make as environments
+from envs import rollout
+from envs.rollout import Rollout
 
-with_a_buffer = pytest.mark.parametrize("algo", sorted(SMALL.keys() - {"ppo"}))
-AT_ONCE = {"calibrated": False, "warmup_steps": 1, "utd": 1}  # online updates from the switch on
+with_a_buffer = pytest.mark.parametrize("algo", with_flag("buffer_size"))
+AT_ONCE = {"calibrated": False, "warmup_steps": 1, "random_steps": 1, "utd": 1}  # online updates from the switch on
+RANDOM: dict[str, dict[str, Any]] = {  # by the flag that gives a random phase, one of 30 steps
+    "learning_starts": {"learning_starts": 30},
+    "random_steps": {"offline_steps": 0, "random_steps": 30},
+    "warmup": {"offline_steps": 10, "warmup_steps": 30, "warmup": "random"},
+}
+
+
+@every_algorithm
+def test_each_has_a_small_configuration_and_a_page(algo: str):
+    """The page has the name of the file, says where the code is, and begins with a title."""
+    assert module(algo).Args(**arguments_of(algo, {}))
+    page = ROOT / "docs" / f"{algo}.md"
+    assert page.exists(), f"algos/{algo}.py has no page docs/{algo}.md"
+    text = page.read_text()
+    assert text.startswith("# ")
+    assert f"algos/{algo}.py" in text
 
 
 @with_a_buffer
@@ -30,7 +65,7 @@ def test_overlap_chooses_actions_before_the_last_updates(
     algo: str, num_envs: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """The policy that acts is one update old, and the number of updates is the same: those of the last step too."""
-    agent, events = type(agent_of(algo)), []
+    agent, events = agent_class(algo), []
     for cls, name in ((agent, "update"), (agent, "act"), (ReplayBuffer, "add")):
         monkeypatch.setattr(cls, name, noted(getattr(cls, name), name, events))
     orders = {}
@@ -64,81 +99,89 @@ def noted(method: Callable[..., Any], name: str, events: list[str]) -> Callable[
     return noting
 
 
-@pytest.mark.parametrize("algo", ["cql", "wsrl"])
+@pytest.mark.parametrize("algo", with_flag("calibrated"))
 def test_an_episode_that_could_not_be_restored_is_forgotten(
     algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     """Else its first part would be joined to another, and the return-to-go of both be wrong."""
-    changed = {"offline_steps": 1, "calibrated": True} | ({"online_cql": True} if algo == "wsrl" else {})
+    changed = {"offline_steps": 1, "calibrated": True} | (
+        {"online_cql": True} if algo in with_flag("online_cql") else {}
+    )
     module(algo).train(small(algo, online_steps=150, **changed))
-    monkeypatch.setattr(module(algo), "set_states", lambda envs, states: (envs.reset()[0], [False]))
+    monkeypatch.setattr(rollout, "set_states", lambda envs, states: (envs.reset()[0], [False]))
     module(algo).train(args := small(algo, online_steps=400, **changed))
     batch = stored(args.run_dir)  # of the 250 steps behind it one episode is whole
     assert len(batch.obs) == 200
     assert torch.equal(batch.next_obs[:-1], batch.obs[1:])
 
 
-@pytest.mark.parametrize(
-    ("algo", "phase"),
-    [
-        ("sac", {"learning_starts": 30}),
-        ("td3", {"learning_starts": 30}),
-        ("expo", {"offline_steps": 0, "random_steps": 30}),
-        ("wsrl", {"offline_steps": 10, "warmup_steps": 30, "warmup": "random"}),
-    ],
-)
+@pytest.mark.parametrize(("algo", "phase"), [(a, phase) for flag, phase in RANDOM.items() for a in with_flag(flag)])
+@pytest.mark.parametrize("num_envs", [1, 3])
 def test_the_random_phase_is_as_long_as_said(
-    algo: str, phase: dict[str, Any], small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    algo: str, phase: dict[str, Any], num_envs: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    drawn: list[int] = []
-    explore = module(algo).uniform_actions
-    monkeypatch.setattr(module(algo), "uniform_actions", lambda *given: drawn.append(1) or explore(*given))
+    """The first 30 environment steps take random actions, and no later one does."""
+    drawn: list[Any] = []
+    taken: list[bool] = []
+    random_actions, step = Rollout.random_actions, Rollout.step
+
+    def noted_step(self: Rollout, actions: Any, **given: Any) -> Any:
+        taken.append(any(actions is each for each in drawn))
+        return step(self, actions, **given)
+
+    monkeypatch.setattr(
+        Rollout, "random_actions", lambda *given: drawn.append(actions := random_actions(*given)) or actions
+    )
+    monkeypatch.setattr(Rollout, "step", noted_step)
     steps = {"online_steps": 60} if algo in OFFLINE else {"total_steps": 60}
-    module(algo).train(small(algo, **steps, **phase))
-    assert len(drawn) == 30
+    module(algo).train(small(algo, num_envs=num_envs, **steps, **phase))
+    assert taken == [True] * (30 // num_envs) + [False] * (30 // num_envs)
+    assert np.abs(drawn).max() <= 1
 
 
 @every_algorithm
 def test_targets_and_averages_begin_as_copies(algo: str):
     agent = agent_of(algo)
-    followers = [name for name in vars(agent) if name.endswith(("_target", "_average"))]
-    expected = {"ppo": 0, "bc": 0, "td3": 2, "td3_bc": 2, "expo": 2}
-    assert len(followers) == expected.get(algo, 1)
+    followers = [
+        name for name, value in vars(agent).items() if is_follower(name) and isinstance(value, torch.nn.Module)
+    ]
+    moved = [each for each in vars(agent).values() if isinstance(each, SoftUpdate)]
+    assert len(followers) == len(moved)
     for name in followers:
-        followed = getattr(agent, name.rpartition("_")[0])
-        assert same(getattr(agent, name).state_dict(), followed.state_dict())
+        follower, followed = getattr(agent, name), getattr(agent, followed_by(name))
+        assert same(follower.state_dict(), followed.state_dict())
+        (polyak,) = (each for each in moved if each.target[0] is next(follower.parameters()))
+        assert [*map(id, polyak.target)] == [*map(id, follower.parameters())]
+        assert [*map(id, polyak.online)] == [*map(id, followed.parameters())]
 
 
-@every_algorithm
-def test_each_loss_reaches_what_its_optimizer_moves_and_nothing_else(algo: str, monkeypatch: pytest.MonkeyPatch):
-    agent, batch = agent_of(algo), make_batch(32)
+@pytest.mark.parametrize(
+    ("algo", "changed"),
+    [*((algo, {}) for algo in ALGORITHMS), *((algo, {"lagrange_gap": 1.0}) for algo in with_flag("lagrange_gap"))],
+)
+def test_each_loss_reaches_what_its_optimizer_moves_and_nothing_else(
+    algo: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """And each optimiser has its loss, but for that of a multiplier which a flag brings in."""
+    agent, batch = agent_of(algo, **changed), make_batch(32)
     batch = type(batch)(*(part.float() for part in batch[:5]))._replace(returns_to_go=batch.rewards.float())
     leaves = {parameter for value in vars(agent).values() if isinstance(value, torch.nn.Module | torch.nn.Parameter)
               for parameter in (value.parameters() if isinstance(value, torch.nn.Module) else [value])}  # fmt: skip
     descended = []
 
-    def descend(optimizer: Adam, loss: torch.Tensor, max_gradient_norm: float | None = None) -> None:
+    def minimize(optimizer: Adam, loss: torch.Tensor, max_gradient_norm: float | None = None) -> None:
         gradients = torch.autograd.grad(loss, list(leaves), allow_unused=True)
         reached = {leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
         assert reached == set(optimizer.param_groups[0]["params"])
         optimizer.gradient_norm = torch.zeros(())
         descended.append(optimizer)
 
-    monkeypatch.setattr(Adam, "descend", descend)
-    updates_of(algo, agent)(batch, True)
+    monkeypatch.setattr(Adam, "minimize", minimize)
+    for changing in (True, False):
+        updates_of(agent)(batch, changing)
     optimizers = {name for name, value in vars(agent).items() if isinstance(value, Adam)}
-    unused = {"cql": {"alpha_prime_optimizer"}, "wsrl": {"multiplier_optimizer"}}  # theirs is for --lagrange-gap
-    assert {name for name in optimizers if getattr(agent, name) in descended} == optimizers - unused.get(algo, set())
-
-
-@pytest.mark.parametrize("algo", ["sac", "cql"])
-@pytest.mark.parametrize(("bias", "bound"), [(-19.0, None), (-30.0, -20.0), (1.9, None), (5.0, 2.0)])
-def test_log_deviation_is_held_in_wide_bounds(algo: str, bias: float, bound: float | None):
-    actor = agent_of(algo).actor
-    with torch.no_grad():
-        actor.net[-1].weight.zero_()
-        actor.net[-1].bias[2:] = bias
-    torch.testing.assert_close(actor(torch.zeros(1, 3)).log_std, torch.full((1, 2), bias if bound is None else bound))
+    unused = {name for name in optimizers if getattr(agent, name) not in descended}
+    assert len(unused) == (algo in with_flag("lagrange_gap") and not changed)
 
 
 @pytest.mark.parametrize("algo", OFFLINE)

@@ -3,41 +3,54 @@
 import ast
 import dataclasses
 import itertools
+import json
 import sys
 import types
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from conftest import OFFLINE, ROOT, SMALL, command, every_algorithm, module
+from conftest import ALGORITHMS, OFFLINE, PENDULUM, ROOT, command, every_algorithm, flags, module, with_flag
 
-from common.arguments import OnlineArgs, RunArgs
+from common import arguments
+from common.arguments import POSITIVE, Interval, OnlineArgs, RunArgs, Unset, checked
 from common.command_line import parse
 from common.errors import InputError
-from offline.switch import OfflineArgs
+from offline.offline_to_online import OfflineArgs, with_presets
+
+
+def booleans(arguments: type) -> list[str]:
+    """The flags of two values, those included that are filled in later."""
+    return [name for name, wanted in get_type_hints(arguments).items() if wanted is bool]
+
+
+def unset(arguments: Any) -> dict[str, Unset]:
+    """The defaults of a class, or the values of an object, that are still to be filled in."""
+    found = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+    return {name: value for name, value in found.items() if isinstance(value, Unset)}
 
 
 def attributes_read(path: Path) -> set[str]:
     return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("algorithm", sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
-def test_every_flag_is_read_somewhere(algorithm: str):
+@every_algorithm
+def test_every_flag_is_read_somewhere(algo: str):
     """No dead flags."""
-    module = __import__(f"algos.{algorithm}", fromlist=["Args"])
-    files = [ROOT / "algos" / f"{algorithm}.py", *(ROOT / "common" / f"{name}.py" for name in ("arguments", "run"))]
-    files += [ROOT / "offline" / "switch.py"] if algorithm in OFFLINE else []
+    files = [ROOT / "algos" / f"{algo}.py", *(ROOT / "common" / f"{name}.py" for name in ("arguments", "run"))]
+    files += [ROOT / "envs" / "rollout.py"]
+    files += [ROOT / "offline" / "offline_to_online.py"] if algo in OFFLINE else []
     read = set().union(*map(attributes_read, files))
-    assert {field.name for field in dataclasses.fields(module.Args)} <= read
+    assert {field.name for field in dataclasses.fields(module(algo).Args)} <= read
 
 
-@pytest.mark.parametrize("algorithm", sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
-def test_every_flag_is_documented_by_its_docstring(algorithm: str):
+@every_algorithm
+def test_every_flag_is_documented_by_its_docstring(algo: str):
     shared = [("common/arguments.py", name) for name in ("RunArgs", "OffPolicyArgs", "OnlineArgs")]
-    for file, name in [(f"algos/{algorithm}.py", "Args"), ("offline/switch.py", "OfflineArgs"), *shared]:
+    for file, name in [(f"algos/{algo}.py", "Args"), ("offline/offline_to_online.py", "OfflineArgs"), *shared]:
         path = ROOT / file
         (tree,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
         body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
@@ -49,7 +62,7 @@ def test_every_flag_is_documented_by_its_docstring(algorithm: str):
 
 @pytest.mark.parametrize(
     ("algo", "flag"),
-    [(a, f.name) for a in sorted(SMALL) for f in dataclasses.fields(module(a).Args) if isinstance(f.default, bool)],
+    [(algo, name) for algo in ALGORITHMS for name in booleans(module(algo).Args)],
 )
 def test_both_branches_of_every_boolean_flag(
     algo: str, flag: str, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
@@ -81,7 +94,6 @@ def test_both_branches_of_every_boolean_flag(
         ({"hidden": [64, 32.0]}, (64, 32)),
         ({"device": "cpu"}, "cpu"),
         ({"overlap": True}, True),
-        ({"overlap": None}, None),
         ({"overlap": np.True_}, True),
         ({"track": np.False_}, False),
         ({"hidden": np.array([64, 64])}, (64, 64)),
@@ -124,7 +136,8 @@ def test_a_value_from_python_is_converted(given: dict[str, Any], expected: Any):
         ({"device": ["cpu"]}, r"--device is \['cpu'\]: give one of 'auto', 'cpu', 'cuda'"),
         ({"track": "no"}, "--track is 'no': give True or False"),
         ({"compile": 1}, "--compile is 1: give True or False"),
-        ({"overlap": "yes"}, "--overlap is 'yes': give True, False or None"),
+        ({"overlap": None}, "--overlap is None: give True or False"),
+        ({"overlap": "yes"}, "--overlap is 'yes': give True or False"),
     ],
 )
 def test_a_value_of_another_type_is_refused(given: dict[str, Any], wanted: str):
@@ -156,28 +169,182 @@ def test_whole_numbers_may_be_written_as_1e5():
     assert "--online-steps INT" in command("--help", algo="expo").stdout
 
 
-def test_sizes_of_files():
-    """400 lines are the limit."""
-    for folder in ("algos", "common", "envs", "bench", "offline"):
-        for path in (ROOT / folder).glob("*.py"):
-            assert len(path.read_text().splitlines()) <= 400, path
-
-
-def test_imports_run_one_way():
-    allowed = {
-        "algos": {"common", "envs", "offline"}, "offline": {"common", "envs"}, "envs": {"common"}, "common": set(),
-        "bench": {"common", "envs", "offline"},
-    }  # fmt: skip
-    for folder, below in allowed.items():
-        for path in (ROOT / folder).glob("*.py"):
-            tree = ast.walk(ast.parse(path.read_text()))
-            imported = {n.module.split(".")[0] for n in tree if isinstance(n, ast.ImportFrom) and n.module}
-            assert imported & allowed.keys() <= below | {folder}, path
-
-
 def test_shared_arguments_are_in_every_file():
     names = {field.name for field in dataclasses.fields(OnlineArgs)}
     assert {"env", "seed", "total_steps", "device", "compile", "run_dir", "eval_every", "eval_episodes",
             "checkpoint_every", "track"} <= names  # fmt: skip
     names = {field.name for field in dataclasses.fields(OfflineArgs)}
     assert {"dataset", "offline_steps", "online_steps", "retain", "offline_ratio", "init_from"} <= names
+
+
+def required(algo: str) -> dict[str, Any]:
+    """What an algorithm cannot do without; of steps, those that no preset fills in."""
+    steps = {"online_steps": 9} if algo in OFFLINE and "online_steps" not in unset(module(algo).Args) else {}
+    return {"dataset": str(PENDULUM)} | steps if algo in OFFLINE else {}
+
+
+def needed(algo: str) -> list[str]:
+    """The same as words of a command line."""
+    return [word for name, value in required(algo).items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def tables(algo: str) -> list[dict[str, Any]]:
+    """What its presets fill in, by domain and by size."""
+    found = vars(module(algo))
+    return [*found.get("PRESETS", {}).values(), *found.get("SIZES", {}).values()]
+
+
+@every_algorithm
+def test_nothing_given_leaves_every_default_unset(algo: str):
+    """On the command line as in Python."""
+    kind = module(algo).Args
+    from_python = kind(**required(algo))
+    assert parse(kind, needed(algo)) == from_python
+    assert unset(from_python) == unset(kind)
+
+
+@every_algorithm
+def test_arguments_come_back_from_a_run_folder(algo: str):
+    """As config.json holds them: lists, paths and what is not filled in yet."""
+    args = module(algo).Args(**required(algo), run_dir="x")
+    kept = json.loads(json.dumps(dataclasses.asdict(args), default=str))
+    assert module(algo).Args(**kept) == args
+    assert unset(module(algo).Args(**kept)) == unset(args)
+
+
+@every_algorithm
+def test_a_given_value_is_known_even_if_a_preset_has_the_same(algo: str):
+    """Each value that a preset would fill in, written on the command line, is that value and no default."""
+    seen = {"overlap"}
+    for table in tables(algo):
+        given = {name: value for name, value in table.items() if name in unset(module(algo).Args) and value is not None}
+        words = []
+        for name, value in given.items():
+            flag = name.replace("_", "-")
+            values = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
+            words += [f"--no-{flag}" if value is False else f"--{flag}", *map(str, values)]
+        args = parse(module(algo).Args, [*needed(algo), *words])
+        for name, value in given.items():
+            assert getattr(args, name) == value
+            assert type(getattr(args, name)) is type(value)
+        assert unset(args).keys() == unset(module(algo).Args).keys() - given.keys()
+        seen |= given.keys()
+    assert seen == unset(module(algo).Args).keys() | {"overlap"}  # each has a preset
+
+
+@every_algorithm
+def test_each_boolean_flag_has_both_forms(algo: str):
+    """And no third; those too that a preset or the device fills in, for which the parser has a default of its own."""
+    names = booleans(module(algo).Args)
+    assert len(names) > 3
+    for form, value in (("", True), ("no-", False)):
+        said = [f"--{form}{name.replace('_', '-')}" for name in names]
+        args = parse(module(algo).Args, [*needed(algo), *said])
+        assert all(getattr(args, name) is value for name in names)
+    with pytest.raises(InputError, match="True"):
+        parse(module(algo).Args, [*needed(algo), "--track", "True"])
+
+
+def test_the_flags_of_the_tests_are_those_of_the_command_line():
+    """`conftest.flags` writes booleans in their own form; those filled in by domain too."""
+    algo = with_flag("calibrated")[0]
+    for value in (True, False):
+        assert parse(module(algo).Args, flags(algo, calibrated=value)).calibrated is value
+
+
+@pytest.mark.parametrize("algo", [algo for algo in ALGORITHMS if unset(module(algo).Args).keys() - {"overlap"}])
+def test_help_shows_what_a_preset_fills_in(algo: str, capsys: pytest.CaptureFixture[str]):
+    """For each such flag the values of all domains or sizes, one after the other."""
+    with pytest.raises(SystemExit):
+        parse(module(algo).Args, ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    found = vars(module(algo))
+    named = found.get("PRESETS", {}) | found.get("SIZES", {})
+    for name, default in unset(module(algo).Args).items():
+        values = ", ".join(f"{of} {table[name]}" for of, table in named.items() if name in table)
+        assert f"(default: {default}{': ' if values else ''}{values})" in shown
+    assert "(default: with CUDA)" in shown
+
+
+@pytest.mark.parametrize("env", ["Hopper-v4", "AntMaze_Large-v4", "PointMaze_Large-v3", "AdroitHandPen-v1",
+                                 "adroit-binary/pen-v0", "FrankaKitchen-v1"])  # fmt: skip
+@pytest.mark.parametrize("algo", OFFLINE)
+def test_presets_fill_in_all_but_what_the_device_does(algo: str, env: str):
+    """In every domain. Sizes come with the domain's presets where an algorithm has them."""
+    found = vars(module(algo))
+    presets = found.get("PRESETS", {})
+    if sizes := found.get("SIZES"):
+        presets = {domain: preset | sizes[found["Args"].size] for domain, preset in presets.items()}
+    args = with_presets(found["Args"](**required(algo), env=env), presets)
+    assert unset(args) == {"overlap": Unset.WITH_CUDA}
+
+
+@pytest.mark.parametrize("bounds", [each for each in vars(arguments).values() if get_origin(each) is Annotated])
+def test_the_bounds_of_an_annotation(bounds: Any):
+    """At both ends, next to them inside, and next to them outside: each named kind of number."""
+    kind, interval = get_args(bounds)
+    step = 1 if kind is int else 1e-9
+    wanted = {interval.low: interval.has_low, interval.low + step: True, interval.low - step: False}
+    if interval.high < np.inf:
+        wanted |= {interval.high: interval.has_high, interval.high - step: True, interval.high + step: False}
+    wanted = {value: accepted for value, accepted in wanted.items() if np.isfinite(value)}
+    wanted |= {float("inf"): False, float("-inf"): False, float("nan"): False}
+    for value, accepted in wanted.items():
+        if accepted:
+            assert checked("--x", value, kind, interval) == value
+        else:
+            with pytest.raises(InputError, match=r"^--x is .*: give a "):
+                checked("--x", value, kind, interval)
+    assert checked("--x", None, kind | None, interval) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("NonNegativeInt", [0, 1], [-1]),
+        ("NonNegative", [0.0, 1e-300], [-1e-300]),
+        ("AnyNumber", [-1e300, 0.0, 1e300], [float("inf")]),
+        ("OptionalNumber", [None, -1e300, 0.0], [float("-inf"), float("nan")]),
+        ("UnitInterval", [0.0, 0.5, 1.0], [-1e-300, 1.0000001]),
+        ("Fraction", [1e-300, 1.0], [0.0, 1.0000001]),
+        ("OpenFraction", [1e-300, 0.9999999], [0.0, 1.0]),
+        ("Probability", [0.0, 0.9999999], [-1e-300, 1.0]),
+    ],
+)
+def test_the_bounds_of_each_kind_by_hand(name: str, inside: list[Any], outside: list[float]):
+    kind, interval = get_args(getattr(arguments, name))
+    for value in inside:
+        assert checked("--x", value, kind, interval) == value
+    for value in outside:
+        with pytest.raises(InputError, match=r"^--x is "):
+            checked("--x", value, kind, interval)
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_number_without_bounds_of_its_own_is_above_0(kind: type):
+    """And one that may be None, and each of a list."""
+    for wanted in (kind, kind | None):
+        assert checked("--x", 1, wanted) == 1
+        for value in (0, -1):
+            with pytest.raises(InputError, match=f"^--x is {kind(value)}: give a number above 0$"):
+                checked("--x", value, wanted)
+    assert checked("--x", [1, 2], tuple[kind, ...]) == (1, 2)
+    for value in ([], [1, 0], [-1]):
+        with pytest.raises(InputError, match="give one or more numbers above 0"):
+            checked("--x", value, tuple[kind, ...])
+    assert Interval(0) == POSITIVE
+
+
+@every_algorithm
+def test_every_number_is_held_in_the_bounds_of_its_annotation(algo: str):
+    """Given in Python: beyond an end, and at an end that does not belong to them, it is refused."""
+    for name, hint in get_type_hints(module(algo).Args, include_extras=True).items():
+        bare, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        bounds = rest[0] if rest else POSITIVE
+        if bare not in (int, float, int | None, float | None) or bounds.low == -np.inf:
+            continue
+        refused = [bounds.low - 1] + ([] if bounds.has_low else [bounds.low])
+        refused += [bounds.high + 1] + ([] if bounds.has_high else [bounds.high])
+        for value in refused:
+            with pytest.raises(InputError, match=rf"^--{name.replace('_', '-')} is "):
+                module(algo).Args(**required(algo) | {name: value})

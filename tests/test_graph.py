@@ -10,29 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import agent_of, every_algorithm, final_state, module, replay_bytes, same, updates_of
+from conftest import agent_of, every_algorithm, final_state, module, replay_bytes, same, updates_of, with_flag
 from cpu_graph import CPUGraph
 from formulas import make_batch, parameters
 from torch import Tensor
 
 from common import networks
-from common.cuda import SHARE, WARM_UP, Captured, CUDAGraph, compiled, device, share_of_memory
+from common.arguments import Unset
+from common.cuda import GPU_SHARE_ENV, WARM_UP, CUDAGraph, GraphedFunction, compiled, device, share_of_memory
 from common.errors import InputError
-from common.replay_buffer import free_memory
+from common.replay_buffer import Batch, free_memory
 from common.run import Run
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Captured[Any]]:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[GraphedFunction[Any]]:
     """Runs capture as with CUDA, by a graph on the CPU, and compute as there; all that was captured."""
-    made: list[Captured[Any]] = []
+    made: list[GraphedFunction[Any]] = []
 
-    def captured(function: Callable[..., Any], generator: torch.Generator) -> Captured[Any]:
-        made.append(Captured(function, generator, CPUGraph))
+    def captured(function: Callable[..., Any], generator: torch.Generator) -> GraphedFunction[Any]:
+        made.append(GraphedFunction(function, generator, CPUGraph))
         return made[-1]
 
-    monkeypatch.setattr(networks, "WORTHWHILE", 2**60)  # oneDNN's networks are the CPU's alone
-    monkeypatch.setattr("common.run.Captured", captured)
+    monkeypatch.setattr(networks, "MIN_ONEDNN_MULTIPLICATIONS", 2**60)  # oneDNN's networks are the CPU's alone
+    monkeypatch.setattr("common.run.GraphedFunction", captured)
     monkeypatch.setattr(Run, "_captures", property(lambda self: self.args.cuda_graph))
     return made
 
@@ -40,14 +41,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Captured[Any]]:
 @every_algorithm
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_captured_run_equals_an_eager_one(
-    algo: str, overlap: bool, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[Captured[Any]]
+    algo: str, overlap: bool, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[GraphedFunction[Any]]
 ):
     """To its end and bit for bit: more than a hundred updates, in every phase, and all that a checkpoint holds."""
-    more = {} if algo == "ppo" else {"overlap": overlap}
+    more = {"overlap": overlap} if algo in with_flag("overlap") else {}
     for cuda_graph in (False, True):
         module(algo).train(small(algo, cuda_graph=cuda_graph, run_dir=tmp_path / str(cuda_graph), **more))
-    replays = [kind.calls - WARM_UP for each in as_on_a_gpu for kind in each._kinds.values()]
-    assert len(as_on_a_gpu) == 2  # update, act
+    replays = [kind.calls - WARM_UP for each in as_on_a_gpu for kind in each._entries.values()]
+    assert len(as_on_a_gpu) == 2  # act, update
     assert sum(replays) > 100
     eager, captured = tmp_path / "False", tmp_path / "True"
     assert (eager / "evaluations.csv").read_text() == (captured / "evaluations.csv").read_text()
@@ -55,17 +56,24 @@ def test_a_captured_run_equals_an_eager_one(
     assert replay_bytes(eager) == replay_bytes(captured)
 
 
-@pytest.mark.parametrize(("algo", "utd"), [("expo", 20), ("wsrl", 4)])
+@pytest.mark.parametrize("algo", [algo for algo in with_flag("utd") if module(algo).Args.utd != 1])
 def test_as_many_updates_a_step_as_the_papers_are_one_graph(
-    algo: str, utd: int, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[Captured[Any]]
+    algo: str, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[GraphedFunction[Any]]
 ):
+    """Of 20 updates, or as many as the default says: the critics' steps on the slices of one batch."""
+    utd = 20 if isinstance(module(algo).Args.utd, Unset) else module(algo).Args.utd
+    shape = {"utd": utd, "batch_size": 4, "total_steps": 240}
     for cuda_graph in (False, True):
-        args = small(algo, cuda_graph=cuda_graph, utd=utd, total_steps=180, run_dir=tmp_path / str(cuda_graph))
+        args = small(algo, cuda_graph=cuda_graph, run_dir=tmp_path / str(cuda_graph), **shape)
         module(algo).train(args)
-    [online] = [kind.calls for key, kind in as_on_a_gpu[0]._kinds.items() if key == (True,)]
+    kinds = [item for each in as_on_a_gpu for item in each._entries.items()]
+    [online] = [kind.calls for key, kind in kinds if key == (("online", True),)]
     state = final_state(tmp_path / "True")
     updates = int(state["agent"]["critic_optimizer"]["state"][0]["step"])
-    assert utd * online == updates - (args.offline_steps if algo == "wsrl" else 0)  # EXPO's critics learn online alone
+    agent, batch = agent_of(algo), Batch(*(part.float() for part in make_batch(4)[:5]))
+    updates_of(agent)(batch._replace(returns_to_go=batch.rewards), False)
+    offline = int(agent.critic_optimizer.step_count)  # 0 if the critics learn online alone
+    assert utd * online == updates - offline * args.offline_steps
     assert online > WARM_UP
     assert same(final_state(tmp_path / "False"), state)
 
@@ -76,21 +84,23 @@ class TestCaptured:
     def test_each_set_of_constants_and_shapes_is_a_graph_of_its_own(self) -> None:
         ran: list[tuple[int, float]] = []
 
-        def function(scale: float, x: Tensor) -> Tensor:
-            ran.append((len(x), scale))
-            return scale * x
+        def function(x: Tensor, scale: float, negative: bool = False) -> Tensor:
+            ran.append((len(x), -scale if negative else scale))
+            return -scale * x if negative else scale * x
 
-        captured = Captured(function, torch.Generator(), CPUGraph)
+        captured = GraphedFunction(function, torch.Generator(), CPUGraph)
         for i in range(10):
             for n, scale in ((2, 3.0), (4, 3.0), (4, 5.0)):
                 x = torch.full((n,), float(i))
-                assert captured(scale, x).tolist() == [scale * i] * n
-        assert [ran.count(kind) for kind in ((2, 3.0), (4, 3.0), (4, 5.0))] == [WARM_UP + 1] * 3
+                assert captured(x, scale).tolist() == [scale * i] * n
+                assert captured(x, scale, negative=True).tolist() == [-scale * i] * n
+        kinds = [(n, sign * scale) for n, scale in ((2, 3.0), (4, 3.0), (4, 5.0)) for sign in (1, -1)]
+        assert [ran.count(kind) for kind in kinds] == [WARM_UP + 1] * 6
 
     def test_random_numbers_go_on_where_the_generator_stands(self) -> None:
         generators = [torch.Generator().manual_seed(0) for _ in range(2)]
         draw = [lambda g=g: torch.rand(3, generator=g) for g in generators]
-        captured = Captured(draw[0], generators[0], CPUGraph)
+        captured = GraphedFunction(draw[0], generators[0], CPUGraph)
         for i in range(10):
             assert torch.equal(captured(), draw[1]())
             if i == 7:
@@ -98,7 +108,7 @@ class TestCaptured:
                     generator.manual_seed(i)
                     torch.randn(5, generator=generator)
 
-    def test_what_changes_in_place_goes_on_and_what_is_rebound_does_not(self) -> None:
+    def test_changes_in_place_continue_and_rebinding_does_not(self) -> None:
         """The second is what a graph gets wrong: the tests above must not pass with it."""
 
         class State:
@@ -115,7 +125,7 @@ class TestCaptured:
         for function, last in ((in_place, 10), (rebound, WARM_UP + 1)):
             state = State()
             state.total = torch.zeros(1)
-            captured = Captured(partial(function, state), torch.Generator(), CPUGraph)
+            captured = GraphedFunction(partial(function, state), torch.Generator(), CPUGraph)
             assert [captured().item() for _ in range(10)][-1] == last
 
     @pytest.mark.parametrize(
@@ -130,10 +140,8 @@ class TestCaptured:
         ],
         ids=["item", "mask", "from the host", "branch", "cumsum", "histc"],
     )
-    def test_what_waits_for_a_number_brings_one_or_never_does_the_same_is_refused(
-        self, function: Callable[[Tensor], Tensor], why: str
-    ) -> None:
-        captured = Captured(function, torch.Generator(), CPUGraph)
+    def test_what_a_graph_cannot_repeat_is_refused(self, function: Callable[[Tensor], Tensor], why: str) -> None:
+        captured = GraphedFunction(function, torch.Generator(), CPUGraph)
         for _ in range(WARM_UP):
             captured(torch.ones(3))
         with pytest.raises(RuntimeError, match=why):
@@ -168,7 +176,7 @@ def test_cuda_is_asked_for_a_graph_in_the_order_that_it_wants(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "stream", partial(on, "stream"))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: on("record", graph, stream))
     generator = torch.Generator()
-    captured = Captured(lambda x: calls.append(("function", gc.isenabled())) or x, generator, CUDAGraph)
+    captured = GraphedFunction(lambda x: calls.append(("function", gc.isenabled())) or x, generator, CUDAGraph)
     for _ in range(WARM_UP + 2):
         captured(torch.ones(3))
     warm_up = [
@@ -184,9 +192,9 @@ def test_cuda_is_asked_for_a_graph_in_the_order_that_it_wants(monkeypatch: pytes
 @pytest.mark.parametrize("said", ["0", "1.5", "half", "nan"])
 def test_a_share_of_the_memory_that_is_none_is_refused(said: str, monkeypatch: pytest.MonkeyPatch):
     assert share_of_memory() == 1.0
-    monkeypatch.setenv(SHARE, "0.25")
+    monkeypatch.setenv(GPU_SHARE_ENV, "0.25")
     assert share_of_memory() == 0.25
-    monkeypatch.setenv(SHARE, said)
+    monkeypatch.setenv(GPU_SHARE_ENV, said)
     with pytest.raises(InputError, match=f"is '{said}': give a number in"):
         share_of_memory()
 
@@ -194,9 +202,9 @@ def test_a_share_of_the_memory_that_is_none_is_refused(said: str, monkeypatch: p
 def test_a_run_given_a_share_of_a_card_does_not_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device("auto").type == "cpu"
-    monkeypatch.setenv(SHARE, "0.25")
+    monkeypatch.setenv(GPU_SHARE_ENV, "0.25")
     assert device("cpu").type == "cpu"
-    with pytest.raises(InputError, match=f"{SHARE} gives a share of a GPU, but PyTorch sees no CUDA device"):
+    with pytest.raises(InputError, match=f"{GPU_SHARE_ENV} gives a share of a GPU, but PyTorch sees no CUDA device"):
         device("auto")
 
 
@@ -220,7 +228,7 @@ def test_the_mantissa_of_products_on_cuda_is_what_was_asked_for(tf32: bool, monk
 def test_a_buffer_must_fit_into_what_is_left_of_the_share(free: int, expected: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
-    monkeypatch.setenv(SHARE, "0.5")
+    monkeypatch.setenv(GPU_SHARE_ENV, "0.5")
     assert free_memory(torch.device("cuda")) == expected
 
 
@@ -236,7 +244,7 @@ def test_a_compiled_update_equals_an_eager_one(algo: str, monkeypatch: pytest.Mo
         batch = make_batch(32)
         batch = batch._replace(returns_to_go=batch.rewards - 3.0)
         agents = [agent_of(algo) for _ in range(2)]
-        updates = [updates_of(algo, agent) for agent in agents]
+        updates = [updates_of(agent) for agent in agents]
         updates[1] = compiled(updates[1])
         for i in range(100):
             for update in updates:

@@ -1,4 +1,4 @@
-"""What `offline.inspect` reports, against direct counts on tiny files."""
+"""What `tools.inspect_dataset` reports, against direct counts on tiny files."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from d4rl_file import make
 
 from common.errors import InputError
 from offline.d4rl import read
-from offline.inspect import Args, coverage, describe, draw, facts, main
+from tools.inspect_dataset import Args, coverage, describe, draw, facts, main
 
 ENDS = "....t..o.....o.t...o..."
 
@@ -102,7 +102,7 @@ def test_the_command(tmp_path: Path) -> None:
     path = make(tmp_path / "a.hdf5", ENDS)
     with h5py.File(path, "a") as file:
         file.attrs["env"] = "Hopper-v4"
-    line = [sys.executable, "-m", "offline.inspect", str(path), "--reference", str(path)]
+    line = [sys.executable, "-m", "tools.inspect_dataset", str(path), "--reference", str(path)]
     out, picture = tmp_path / "facts.json", tmp_path / "returns.png"
     done = subprocess.run(
         [*line, "--json", str(out), "--picture", str(picture)], capture_output=True, text=True, check=False
@@ -116,7 +116,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_bad_input_ends_in_two_lines(tmp_path: Path) -> None:
     for arguments in (["hoper-medium-v2"], [str(tmp_path / "none.hdf5")], ["--nonsense"]):
-        line = [sys.executable, "-m", "offline.inspect", *arguments]
+        line = [sys.executable, "-m", "tools.inspect_dataset", *arguments]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) <= 2

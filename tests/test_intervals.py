@@ -1,4 +1,4 @@
-"""Interquartile means, profiles and probabilities of improvement, and what their intervals are worth."""
+"""Interquartile means, profiles and probabilities of improvement, and their intervals."""
 
 from itertools import product
 from statistics import mean
@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from rliable import metrics
 
-from bench import intervals
-from bench.coverage import SHAPES, coverage
-from bench.intervals import estimate, improvement, interquartile_mean, mean_difference, profile
+from bench.report import intervals
+from bench.report.intervals import estimate, improvement, interquartile_mean, mean_difference, profile
 
 
 def trimmed(values: list[float]) -> float:
@@ -65,12 +64,6 @@ def test_mean_difference_by_the_tables_of_students_t():
     )
     for ours, theirs in (([3.0], [1.0]), ([4.0, 2.0], [1.0, 1.0]), ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0])):
         assert mean_difference(ours, theirs).text(1) == "2.0"  # too few, or they do not differ: no interval
-
-
-def test_coverage():
-    """95 % intervals hold the true value about as often as they say of ten seeds, and too seldom of two."""
-    assert 0.90 <= coverage(SHAPES["normal"], 3, 10, 500) <= 0.98
-    assert coverage(SHAPES["normal"], 3, 2, 500) < 0.80
 
 
 def test_profile_is_the_share_above_each_threshold():

@@ -7,26 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PENDULUM, SMALL, same
+from conftest import COMMON, PENDULUM, same
 from formulas import Drawn, forward, layers, make_batch, values
 
 from algos.iql import IQL, PRESETS, Args
 from common.checkpoint import restore, state_of
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import Batch, ReplayBuffer
-from offline.switch import with_presets
+from offline.offline_to_online import with_presets
+
+SMALL = COMMON | {"batch_size": 16, "buffer_size": 10_000}
 
 
 def make_agent(double: bool = True, **changed: Any) -> IQL:
-    small = {name: SMALL["iql"][name] for name in ("hidden", "batch_size")}
+    small = {name: SMALL[name] for name in ("hidden", "batch_size")}
     args = with_presets(Args(**({"dataset": str(PENDULUM)} | small | changed)), PRESETS)
     agent = IQL(args, 3, 2, torch.device("cpu"))
     with torch.no_grad():
         agent.actor.log_std.copy_(torch.tensor([-0.3, 0.4]))
-        for parameter in agent.critic_target.parameters():  # so that a target taken from the online critic shows
+        for parameter in agent.target_critic.parameters():  # so that a target taken from the online critic shows
             parameter.mul_(1.3)
     if double:
-        for network in (agent.actor, agent.critic, agent.critic_target, agent.value):
+        for network in (agent.actor, agent.critic, agent.target_critic, agent.value):
             network.double()
         agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
         agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
@@ -35,7 +37,7 @@ def make_agent(double: bool = True, **changed: Any) -> IQL:
 
 
 def target_values(agent: IQL, batch: Batch) -> np.ndarray:
-    return np.min(values(agent.critic_target, batch.obs.numpy(), batch.actions.numpy(), agent.args.critics), axis=0)
+    return np.min(values(agent.target_critic, batch.obs.numpy(), batch.actions.numpy(), agent.args.critics), axis=0)
 
 
 def value(agent: IQL, obs: torch.Tensor) -> np.ndarray:

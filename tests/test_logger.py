@@ -6,7 +6,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from common.errors import RunError
 from common.evaluate import Episode
 from common.logger import Logger, start_wandb
+from common.timings import Timings
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -21,16 +21,11 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def steps(logger: Logger, count: int) -> None:
-    for _ in range(count):
-        logger.count(np.array([1.0]), np.array([False]))
-
-
 def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 1, None)
-    steps(logger, 10)
+    logger = Logger(tmp_path, (0, 100), None)
+    logger.advance(10)
     logger.log({"losses/critic": torch.tensor([[1.0, 2.0]])})
-    steps(logger, 10)
+    logger.advance(10)
     logger.log({"losses/critic": 2.5, "exploration/late": 7.0})
     logger.close()
     kept = {(row["step"], row["name"]): float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
@@ -40,16 +35,16 @@ def test_a_metric_that_first_appears_late_is_kept(tmp_path: Path):
 
 
 def test_tensorboard_has_what_the_csv_has_also_after_a_resume(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 1, None)
-    steps(logger, 10)
+    logger = Logger(tmp_path, (0, 100), None)
+    logger.advance(10)
     logger.log({"losses/a": 1.0})
     state = logger.state()
-    steps(logger, 10)
+    logger.advance(10)
     logger.log({"losses/a": 99.0})  # after the checkpoint: lost in a kill
     logger.close()
-    logger = Logger(tmp_path, (0, 100), 1, state)
+    logger = Logger(tmp_path, (0, 100), state)
     assert logger.step == 10
-    steps(logger, 5)
+    logger.advance(5)
     logger.log({"losses/a": 3.0})
     logger.close()
     events = EventAccumulator(str(tmp_path))
@@ -59,25 +54,9 @@ def test_tensorboard_has_what_the_csv_has_also_after_a_resume(tmp_path: Path):
     assert written == [("10", "1.0"), ("15", "3.0")]
 
 
-def test_training_episodes_are_counted_for_each_environment(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 2, None)
-    logger.count(np.array([1.0, 10.0]), np.array([False, True]))
-    logger.count(np.array([2.0, 20.0]), np.array([True, False]))
-    state = logger.state()
-    for resumed in (False, True):  # episodes under way outlive a resume
-        log = Logger(tmp_path, (0, 100), 2, state) if resumed else logger
-        log.count(np.array([4.0, 40.0]), np.array([False, True]))
-        log.log({})
-        kept = {row["name"]: float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
-        assert kept["charts/episodic_return"] == pytest.approx((10 + 3 + 60) / 3)
-        assert kept["charts/episodic_length"] == pytest.approx((1 + 2 + 2) / 3)
-        assert log.step == 6
-        log.close()
-
-
 def test_evaluations_have_a_row_an_episode(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 1, None)
-    steps(logger, 5)
+    logger = Logger(tmp_path, (0, 100), None)
+    logger.advance(5)
     logger.log_evaluation([Episode(1.25, 10, None), Episode(0.1 + 0.2, 20, True)])
     logger.close()
     assert (tmp_path / "evaluations.csv").read_text().splitlines() == [
@@ -89,34 +68,29 @@ def test_evaluations_have_a_row_an_episode(tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_loss_ends_the_run(tmp_path: Path, bad: float):
-    logger = Logger(tmp_path, (0, 100), 1, None)
+    logger = Logger(tmp_path, (0, 100), None)
     with pytest.raises(RunError, match=r"losses/critic is .* at step 0"):
         logger.log({"losses/critic": torch.tensor(bad)})
 
 
-def test_a_non_finite_return_ends_the_run_and_is_not_written(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 1, None)
-    steps(logger, 5)
-    with pytest.raises(RunError, match="return in the evaluation at step 5 is not finite"):
-        logger.log_evaluation([Episode(1.0, 10, None), Episode(float("nan"), 10, None)])
-    logger.close()
-    assert len((tmp_path / "evaluations.csv").read_text().splitlines()) == 1
-
-
-def test_times_are_medians_of_the_interval(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 1, None)
-    for _ in range(3):
-        with logger.timed("update"):
+def test_times_are_medians_since_they_were_taken(monkeypatch: pytest.MonkeyPatch):
+    """One stall does not move them; what was taken does not count again."""
+    clock = iter([0.0, 0.001, 1.0, 1.002, 2.0, 6.0, 7.0, 7.005, 8.0, 8.003])
+    monkeypatch.setattr("common.timings.time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    timings = Timings()
+    for name in ("update", "update", "update", "act"):
+        with timings(name):
             pass
-    logger._timings["update"] = [1.0, 2.0, 4_000.0]  # one of them stopped meanwhile
-    logger.log({})
-    kept = {row["name"]: float(row["value"]) for row in rows(tmp_path / "metrics.csv")}
-    assert kept["time/update_ms"] == 2.0
+    assert timings.take() == pytest.approx({"time/update_ms": 2.0, "time/act_ms": 5.0})
+    with timings("update"):
+        pass
+    assert timings.take() == pytest.approx({"time/update_ms": 3.0})
+    assert timings.take() == {}
 
 
 def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    Logger(tmp_path, (0, 100), 1, None).log({"a": 1.0})  # never imports it
+    Logger(tmp_path, (0, 100), None).log({"a": 1.0})  # never imports it
 
     calls: list[Any] = []
     run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
@@ -126,33 +100,25 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    logger = Logger(tmp_path, (0, 100), 1, None, start_wandb("sac__Hopper-v4__1", tmp_path, {"seed": 1}))
+    logger = Logger(tmp_path, (0, 100), None, start_wandb("sac__Hopper-v4__1", tmp_path, {"seed": 1}))
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     start_wandb("sac__Hopper-v4__1", tmp_path, {"seed": 1})
     assert (calls[0].pop("project"), calls[1].pop("project")) == ("onramp", "mine")
     assert calls[0] == calls[1]  # the same id after a resume
     assert calls[0]["group"] == "sac__Hopper-v4"
-    steps(logger, 3)
+    logger.advance(3)
     logger.log({"a": 1.0})
     assert calls[2][0] == 3
     assert calls[2][1]["a"] == 1.0
 
 
-def test_an_episode_given_up_is_counted_anew(tmp_path: Path):
-    logger = Logger(tmp_path, (0, 100), 2, None)
-    logger.count(np.array([5.0, 5.0]), np.array([False, False]))
-    logger.count_anew([True, False])
-    logger.count(np.array([1.0, 1.0]), np.array([True, True]))
-    assert logger.state()["finished"] == [[1.0, 1], [6.0, 2]]
-
-
-def test_steps_on_a_dataset_are_below_zero_and_returns_get_scores(tmp_path: Path):
-    logger = Logger(tmp_path, (-2, 5), 1, None)
+def test_steps_on_a_dataset_are_below_0_and_returns_get_scores(tmp_path: Path):
+    logger = Logger(tmp_path, (-2, 5), None)
     logger.score = lambda returns: 100 * returns / 8
-    logger.count_update()
+    logger.advance(1)
     logger.log_evaluation([Episode(2.0, 7, None), Episode(4.0, 7, None)])
-    logger.count_update()
-    logger.count(np.ones(1), np.zeros(1, bool))
+    logger.advance(1)
+    logger.advance(1)
     assert logger.step == 1
     logger.close()
     rows = [line.split(",") for line in (tmp_path / "evaluations.csv").read_text().splitlines()[1:]]

@@ -22,7 +22,7 @@ from common.errors import InputError
 from envs.make import make
 from offline import scores
 from offline.dataset import load
-from offline.minari import is_id
+from offline.minari import is_id, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the library's, that no author is named and the like
 PLAIN = Box(-np.inf, np.inf, (2,), np.float64)
@@ -153,7 +153,7 @@ def test_other_libraries_read_what_we_write() -> None:
     """Minari, d3rlpy, TorchRL and Stable-Baselines3, in an environment of their own."""
     if not (ROOT / ".venv-libraries").exists():
         pytest.skip("there is no .venv-libraries: make libraries")
-    line = [sys.executable, str(ROOT / "bench" / "compare_libraries.py")]
+    line = [sys.executable, str(ROOT / "bench" / "checks" / "compare_libraries.py")]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert [line[:3] for line in done.stdout.splitlines()] == ["ok "] * 10, done.stdout
@@ -290,3 +290,13 @@ class TestBadDatasets:
         steps.rewards[1] = np.nan
         with pytest.raises(InputError, match="rewards of transition 1 are not finite"):
             load(create([steps]))
+
+
+def test_a_home_that_may_not_be_written_has_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minari makes its folder when asked where a dataset is; a run without Minari's data must not end there."""
+
+    def refused(dataset_id: str = "") -> Path:
+        raise PermissionError(dataset_id)
+
+    monkeypatch.setattr("offline.minari.get_dataset_path", refused)
+    assert reference("mujoco/hopper/expert-v0") is None

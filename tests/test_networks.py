@@ -13,7 +13,8 @@ import torch
 from conftest import flags, killed_at
 
 from common import onednn
-from common.networks import MLP, Adam, EnsembleLinear, Polyak, TanhGaussian, frozen, mlp
+from common.networks import MLP, EnsembleLinear, TanhGaussian, frozen, mlp
+from common.optim import Adam, SoftUpdate
 
 PRODUCT = "mkldnn::_linear_pointwise"
 
@@ -182,7 +183,7 @@ def test_adam_equals_pytorchs_bit_for_bit():
     noise = generator(1)
     for _ in range(50):
         inputs = torch.randn(16, 3, generator=noise)
-        lean.descend(ours(inputs).square().mean())
+        lean.minimize(ours(inputs).square().mean())
         full.zero_grad()
         theirs(inputs).square().mean().backward()
         full.step()
@@ -200,7 +201,7 @@ def test_adam_clips_as_pytorch_does():
     norms, noise = [], generator(1)
     for size in (0.1, 1.0, 1.5, 100.0, 0.5):
         inputs = size * torch.randn(16, 3, generator=noise)
-        lean.descend(ours(inputs).square().mean(), max_gradient_norm=0.5)
+        lean.minimize(ours(inputs).square().mean(), max_gradient_norm=0.5)
         full.zero_grad()
         theirs(inputs).square().mean().backward()
         norms.append(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item())
@@ -217,7 +218,7 @@ def test_adam_takes_a_transposed_gradient():
     start = torch.arange(6.0).view(2, 3)
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     slopes = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, -6.0]])
-    Adam([ours], 0.1).descend((ours.T * slopes.T.contiguous()).sum())
+    Adam([ours], 0.1).minimize((ours.T * slopes.T.contiguous()).sum())
     full = torch.optim.Adam([theirs], 0.1)
     (theirs.T * slopes.T).sum().backward()
     full.step()
@@ -229,7 +230,7 @@ def test_adam_moves_its_own_parameters_only():
     before = [p.clone() for p in [*actor.parameters(), *critic.parameters()]]
     loss = critic(actor(torch.ones(3, 2))).mean()
     expected = torch.autograd.grad(loss, list(actor.parameters()), retain_graph=True)
-    Adam(actor.parameters(), 0.1).descend(loss)
+    Adam(actor.parameters(), 0.1).minimize(loss)
     for parameter, old, gradient in zip(actor.parameters(), before, expected, strict=False):
         # The first step of Adam is lr · g / (|g| + eps).
         torch.testing.assert_close(parameter, old - 0.1 * gradient / (gradient.abs() + 1e-8))
@@ -253,7 +254,7 @@ def test_a_run_does_without_the_compiler(tmp_path: Path):
 def test_polyak():
     target, online = mlp([2, 3, 1], generator(1), ensemble=2), mlp([2, 3, 1], generator(2), ensemble=2)
     expected = [0.9 * t.detach() + 0.1 * o for t, o in zip(target.parameters(), online.parameters(), strict=True)]
-    Polyak(target, online, 0.1)()
+    SoftUpdate(target, online, 0.1)()
     for got, want in zip(target.parameters(), expected, strict=True):
         torch.testing.assert_close(got.data, want.data)
 

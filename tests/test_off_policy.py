@@ -1,4 +1,4 @@
-"""What SAC and TD3 share: a known answer, honest steps, a real environment."""
+"""What off-policy algorithms without a dataset share: a known answer, honest steps, a real environment."""
 
 import csv
 from collections.abc import Callable
@@ -7,28 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, module
+from conftest import OFFLINE, agent_class, module, small_of, with_flag
 from formulas import make_batch, parameters
 
 from common.acting import uniform_actions
 from common.cuda import compiled
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
-off_policy = pytest.mark.parametrize("algo", ["sac", "td3"])
-
-
-def agent_class(algo: str) -> Any:
-    return getattr(module(algo), algo.upper())
+off_policy = pytest.mark.parametrize("algo", sorted({*with_flag("buffer_size")} - {*OFFLINE}))
 
 
 def make_agent(algo: str, **changed: Any) -> Any:
-    return agent_class(algo)(module(algo).Args(**(SMALL[algo] | changed)), 3, 2, torch.device("cpu"))
+    return agent_class(algo)(module(algo).Args(**(small_of(algo) | changed)), 3, 2, torch.device("cpu"))
 
 
-def update(agent: Any, batch: Any, of: Any = None) -> None:
-    """As the training loop calls it."""
-    (of or agent.update)(batch, *([agent.actor_is_due()] if hasattr(agent, "actor_is_due") else []))
+def update(agent: Any, batch: Any, number: int, of: Any = None) -> None:
+    """Call the agent's `number`-th update, or `of` for it, as the training loop does."""
+    delayed = {"with_actor": number % agent.policy_delay == 0} if hasattr(agent, "policy_delay") else {}
+    (of or agent.update)(batch, **delayed)
 
 
 @off_policy
@@ -43,10 +40,10 @@ def test_critics_reach_the_values_of_a_known_mdp(algo: str):
     for _ in range(200):
         actions = rng.uniform(-1, 1, (3, 2))
         buffer.add(states, actions, [1.0, 0.0, 5.0], states[[1, 0, 0]], [0, 0, 1])
-    for _ in range(1_500):
+    for number in range(1, 1_501):
         if hasattr(agent, "log_alpha"):
             agent.log_alpha.data.fill_(-30.0)  # no entropy
-        update(agent, buffer.sample(64, agent.generator))
+        update(agent, buffer.sample(64, agent.generator), number)
     batch = buffer.sample(300, agent.generator)
     expected = batch.obs @ torch.tensor([4 / 3, 2 / 3, 5.0])
     torch.testing.assert_close(agent.critic(batch.obs, batch.actions), expected.expand(2, -1), rtol=0, atol=0.1)
@@ -81,13 +78,13 @@ def test_updates_for_each_environment_step(
 
 
 @pytest.mark.parametrize(
-    ("algo", "flag"), [("sac", "learning_starts"), ("td3", "learning_starts"), ("expo", "random_steps")]
+    ("algo", "flag"), [(algo, flag) for flag in ("learning_starts", "random_steps") for algo in with_flag(flag)]
 )
 @pytest.mark.parametrize("steps", [40, 41])
 def test_a_run_too_short_to_learn_says_so(
     algo: str, flag: str, steps: int, small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ):
-    asked = {"online_steps": steps, "offline_steps": 0} if algo == "expo" else {"total_steps": steps}
+    asked = {"online_steps": steps, "offline_steps": 0} if algo in OFFLINE else {"total_steps": steps}
     args = small(algo, **asked, **{flag: 40})
     module(algo).train(args)
     said = f"nothing is learned in 40 environment steps: --{flag.replace('_', '-')} are 40"
@@ -121,9 +118,9 @@ def test_compiled_equals_eager(algo: str):
         for optimizer in [value for value in vars(agent).values() if isinstance(value, Adam)]:
             optimizer.__init__(optimizer.param_groups[0]["params"], 1e-3)  # moments in float64 too
     compiled_update = compiled(agents[1].update)
-    for _ in range(5):
-        update(agents[0], batch)
-        update(agents[1], batch, compiled_update)
+    for number in range(1, 6):
+        update(agents[0], batch, number)
+        update(agents[1], batch, number, compiled_update)
     for (name, eager), (_, other) in zip(parameters(agents[0]), parameters(agents[1]), strict=True):
         torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-9, msg=name)
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from bench import aggregates, curves, intervals, not_run, page
-from bench.aggregates import beside, improvements, online_runs, profiles, reached
-from bench.keep import keep
+from bench.report import aggregates, curves, intervals, page
+from bench.report.aggregates import beside, improvements, online_runs, profiles, reached
+from bench.report.archive_run import keep
+from bench.report.page import missing_runs
+from bench.sweep.suite import Planned
 
 EVALUATION = "step,episode,return,length,success,normalized_score"
 
@@ -26,7 +28,12 @@ def add(folder: Path, env: str, evaluations: dict[int, float], **more: object) -
     folder.mkdir(parents=True)
     rows = [f"{step},{i},{value + i * 2 - 1},10,," for step, value in evaluations.items() for i in (0, 1)]
     (folder / "evaluations.csv").write_text("\n".join([EVALUATION, *rows]) + "\n")
-    config = {"arguments": {"env": env, "offline_steps": 100_000}, "versions": {"torch": "2"}, "commit": "abcdef0123"}
+    config = {
+        "algo": "sac",
+        "arguments": {"env": env, "offline_steps": 100_000},
+        "versions": {"torch": "2"},
+        "commit": "abcdef0123",
+    }
     (folder / "config.json").write_text(json.dumps(config | more))
     keep(folder, folder)
 
@@ -141,8 +148,8 @@ def test_what_has_not_been_run_is_said(made: str):
     assert "CQL, half of each batch data: hopper-medium: 0 of 2 seeds (1 more, to 9 at most)." in said
     assert "pessimism kept: not run." in said
     seeds = {seed: {0: 0.0, 9: float(seed)} for seed in "1234"}
-    assert not_run.missing({"a": seeds}, 4, 9) == "complete"
-    assert not_run.missing({"a": seeds}, 4, 10) == "a: 0 of 4 seeds (4 more, to 9 at most)"
+    assert missing_runs({"a": seeds}, {"a": Planned(4, 9)}) == "complete"
+    assert missing_runs({"a": seeds}, {"a": Planned(4, 10)}) == "a: 0 of 4 seeds (4 more, to 9 at most)"
 
 
 def test_switch_is_on_the_page_with_its_curve(made: str):
@@ -156,7 +163,7 @@ def test_online_unit_is_the_published_return_at_a_million_steps():
     ours, theirs = online_runs(1_000_000)
     assert ours == {"sac": {"Hopper-v4": pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])}}
     assert theirs["sac"]["Hopper-v4"] == pytest.approx([0.4, 0.8, 1.2, 1.6])
-    table = aggregates.online_aggregates().splitlines()
+    table = aggregates.online_aggregates().markdown().splitlines()
     assert "| PPO | 1,000,000 | not run | | | |" in table
     row = next(line for line in table if line.startswith("| SAC | 1,000,000"))
     assert row.startswith("| SAC | 1,000,000 | 1.20 (")
@@ -170,7 +177,7 @@ def test_algorithms_are_compared_by_their_returns(made: str):
     assert reached(curves.online(), 100_000) == {"sac": {"Hopper-v4": [600.0] * 5}, "ppo": {"Hopper-v4": [500.0]}}
     row = next(row for row in re.findall(r"<tr>.*?</tr>", made) if "SAC better than PPO" in row)
     assert re.findall(r">([^<]+)</t[dh]>", row) == ["SAC better than PPO", "1.00", "1: 5 and 1"]
-    assert improvements({"sac": {"a": [1.0]}}, {"sac": "SAC", "ppo": "PPO"}).splitlines()[2:] == ["| not run | | |"]
+    assert improvements({"sac": {"a": [1.0]}}, {"sac": "SAC", "ppo": "PPO"}).rows == []
 
 
 def test_only_shared_tasks_are_compared():
@@ -186,7 +193,7 @@ def test_profiles_go_from_all_runs_to_none():
 
 
 def test_pages_sources_are_all_explained():
-    template = (ROOT / "bench" / "page.html").read_text()
+    template = (ROOT / "bench" / "report" / "page.html").read_text()
     sources = {line.split(",")[0] for line in (ROOT / "results" / "published.csv").read_text().splitlines()[1:]}
     assert sources
     assert all(f"https://github.com/{source}" in template for source in sources)

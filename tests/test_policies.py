@@ -7,7 +7,6 @@ import os
 import pickle
 import zipfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, SHARED, every_algorithm, final_state, module
+from conftest import OFFLINE, SHARED, agent_class, every_algorithm, final_state, module
 
 from common import checkpoint
 from common.errors import InputError
 from common.evaluate import evaluate
+from common.run import eval_policy
 from envs.make import make
-from offline.policies import load_policy
-from offline.switch import with_presets
+from offline.offline_to_online import with_presets
+from tools.policies import load_policy
 
 PENDULUM = gym.make("Pendulum-v1")  # 3 observations, 1 action in [-2, 2]
 OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
@@ -33,13 +33,12 @@ def test_of_a_run(algo: str, small):
     module(algo).train(args := small(algo, total_steps=100))
     args = with_presets(args, getattr(module(algo), "PRESETS", {})) if algo in OFFLINE else args
     args = replace(args, seed=0)  # of the noise, which `load_policy` is given too
-    agent = getattr(module(algo), algo.upper().replace("_", ""))(args, 3, 1, torch.device("cpu"))
+    agent = agent_class(algo)(args, 3, 1, torch.device("cpu"))
     checkpoint.restore(agent, final_state(args.run_dir)["agent"])
     policy = load_policy(str(args.run_dir), PENDULUM, 0, deterministic=True)
     evaluated = policy(OBS)
-    evaluate = agent.for_evaluation() if algo == "expo" else partial(agent.act, deterministic=True)
-    assert evaluated.tobytes() == evaluate(OBS).tobytes()
-    assert (policy(OBS) != evaluated).any() == (algo == "expo")  # whose evaluations draw
+    assert evaluated.tobytes() == eval_policy(agent)(OBS).tobytes()
+    assert (policy(OBS) != evaluated).any() == hasattr(agent, "eval_policy")  # of agents whose evaluations draw
     facts = policy.facts
     step = final_state(args.run_dir)["logger"]["step"]
     assert (facts["kind"], facts["name"], facts["algorithm"], facts["step"]) == ("run", "run", algo, step)
@@ -49,7 +48,7 @@ def test_of_a_run(algo: str, small):
         load_policy(str(args.run_dir), PENDULUM, seed, deterministic=False)(OBS) for seed in (1, 1, 2)
     )
     assert first.tobytes() == again.tobytes()
-    assert (first != other).any() == (algo != "bc")  # which acts without noise
+    assert (first != other).any() == (agent.act(OBS) != agent.act(OBS)).any()  # the noise is that of the seed
     assert np.abs(first).max() <= 1
 
 

@@ -10,19 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, module
+from conftest import COMMON, module
 from numpy.typing import NDArray
 
 from algos import ppo
-from algos.ppo import PPO, Args, Minibatch, Rollout, generalized_advantages
+from algos.ppo import PPO, Args, Minibatch, generalized_advantages
 from common.checkpoint import state_of
-from common.networks import Adam
+from common.optim import Adam
+from envs.rollout import Transitions
 
+SMALL = COMMON | {"num_envs": 1, "rollout_steps": 20, "minibatch_size": 10, "epochs": 10}
 Array = NDArray[np.float64]
 
 
 def make_agent(**changed: Any) -> PPO:
-    agent = PPO(Args(**(SMALL["ppo"] | changed)), 3, 2, torch.device("cpu"))
+    agent = PPO(Args(**(SMALL | changed)), 3, 2, torch.device("cpu"))
     agent.actor.double()
     agent.critic.double()
     agent.optimizer = Adam([*agent.actor.parameters(), *agent.critic.parameters()], 3e-4, eps=1e-5)
@@ -147,7 +149,7 @@ def test_what_a_gradient_step_gets_of_a_round(recompute: bool, return_scaling: b
     """Normalised observations, scaled rewards or returns, and advantages by the critic as each epoch finds it, or the
     first."""
     rng = np.random.default_rng(3)
-    agent = PPO(Args(**(SMALL["ppo"] | {"num_envs": 2, "epochs": 2, "minibatch_size": 10, "gamma": 0.9,
+    agent = PPO(Args(**(SMALL | {"num_envs": 2, "epochs": 2, "minibatch_size": 10, "gamma": 0.9,
                      "gae_lambda": 0.8, "recompute_advantages": recompute, "return_scaling": return_scaling})),
                 3, 2, torch.device("cpu"))  # fmt: skip
     earlier = rng.normal(2.0, 3.0, (500, 3)).astype(np.float32)
@@ -166,13 +168,13 @@ def test_what_a_gradient_step_gets_of_a_round(recompute: bool, return_scaling: b
     got: list[Minibatch] = []
     critics = []
 
-    def step(batch: Minibatch) -> ppo.Metrics:
+    def step(*parts: torch.Tensor) -> ppo.Metrics:
         if len(got) % 3 == 0:
             critics.append(deepcopy(agent.critic.net))
-        got.append(batch)
+        got.append(batch := Minibatch(*parts))
         return agent.step(batch)
 
-    agent.update(Rollout(obs, actions, rewards, next_obs, terminations, truncations), step)
+    agent.update(Transitions(obs, actions, rewards, next_obs, terminations, truncations), step)
     assert len(got) == 6
 
     def normalized(part: Array) -> Array:
@@ -231,27 +233,28 @@ def test_metrics_of_a_round_tell_how_far_the_policy_moved():
 
     norms: list[float] = []
 
-    def step(batch: Minibatch) -> ppo.Metrics:
-        """Notes the length of the gradient of the sum of the losses."""
+    def step(*parts: torch.Tensor) -> ppo.Metrics:
+        """Note the length of the gradient of the sum of the losses."""
+        batch = Minibatch(*parts)
         loss = agent.policy_loss(batch) + 0.25 * agent.value_loss(batch)
         gradients = torch.autograd.grad(loss, [*agent.actor.parameters(), *agent.critic.parameters()])
         norms.append(float(sum(gradient.double().square().sum() for gradient in gradients)) ** 0.5)
         return agent.step(batch)
 
     before = log_prob()
-    metrics = agent.update(Rollout(obs, actions, np.ones((30, 1), np.float32), next_obs, ends, ends), step)
+    metrics = agent.update(Transitions(obs, actions, np.ones((30, 1), np.float32), next_obs, ends, ends), step)
     ratio = (log_prob() - before).exp()
     assert 0.1 < (ratio - 1.0).abs().gt(0.2).double().mean() < 1.0
     got = {name: value.double().mean().item() for name, value in metrics.items()}
     assert got["losses/gradients_clipped"] == pytest.approx(np.mean([norm > 0.5 for norm in norms]))
     assert 0.0 < got["losses/gradients_clipped"] < 1.0
     assert got["losses/gradient_norm"] == pytest.approx(np.mean(norms), rel=1e-3)
-    assert got["losses/clipped"] == pytest.approx((ratio - 1.0).abs().gt(0.2).double().mean().item())
-    assert got["losses/approximate_kl"] == pytest.approx((ratio - 1.0 - ratio.log()).mean().item(), rel=1e-3)
+    assert got["losses/clipfrac"] == pytest.approx((ratio - 1.0).abs().gt(0.2).double().mean().item())
+    assert got["losses/approx_kl"] == pytest.approx((ratio - 1.0 - ratio.log()).mean().item(), rel=1e-3)
 
 
 def test_evaluation_uses_the_statistics_and_leaves_them(small):
-    agent = PPO(Args(**SMALL["ppo"]), 3, 1, torch.device("cpu"))
+    agent = PPO(Args(**SMALL), 3, 1, torch.device("cpu"))
     agent.obs_normalizer.update(torch.full((50, 3), 4.0) + torch.randn(50, 3, generator=torch.Generator()))
     before = {k: v.clone() for k, v in agent.obs_normalizer.state_dict().items()}
     obs = np.full((2, 3), 4.0, np.float32)
@@ -274,14 +277,14 @@ def test_learning_rate_falls_linearly(small, monkeypatch: pytest.MonkeyPatch, de
 
 def test_version_0_1_s_checkpoints_still_fit():
     """The returns' statistics are part of the state only if they are used."""
-    assert "return_normalizer" not in state_of(PPO(Args(**SMALL["ppo"]), 3, 2, torch.device("cpu")))
-    scaled = PPO(Args(**(SMALL["ppo"] | {"return_scaling": True})), 3, 2, torch.device("cpu"))
+    assert "return_normalizer" not in state_of(PPO(Args(**SMALL), 3, 2, torch.device("cpu")))
+    scaled = PPO(Args(**(SMALL | {"return_scaling": True})), 3, 2, torch.device("cpu"))
     assert "return_normalizer" in state_of(scaled)
 
 
 def test_gains_and_epsilon_are_what_was_asked_for():
     """An orthogonal layer with fewer outputs than inputs has rows of the gain's length."""
-    agent = PPO(Args(**(SMALL["ppo"] | {"actor_gain": 0.5, "critic_gain": 3.0, "adam_epsilon": 1e-3})), 3, 2,
+    agent = PPO(Args(**(SMALL | {"actor_gain": 0.5, "critic_gain": 3.0, "adam_epsilon": 1e-3})), 3, 2,
                 torch.device("cpu"))  # fmt: skip
     for network, gain in ((agent.actor, 0.5), (agent.critic, 3.0)):
         np.testing.assert_allclose(network.net[-1].weight.detach().norm(dim=1), gain, rtol=1e-5)
@@ -308,7 +311,15 @@ def test_truncated_episodes_bootstrap_unless_told_otherwise(small, monkeypatch: 
     )
     for flag, expected in ((False, (0, 1)), (True, (1, 1))):
         masks.clear()
-        ppo.train(small("ppo", truncation_ends=flag, rollout_steps=50, epochs=1, run_dir=small().run_dir / str(flag)))
+        ppo.train(
+            small(
+                "ppo",
+                treat_truncation_as_termination=flag,
+                rollout_steps=50,
+                epochs=1,
+                run_dir=small().run_dir / str(flag),
+            )
+        )
         assert masks[3] == expected
         assert masks[0] == (0, 0)
 

@@ -10,7 +10,7 @@ from conftest import SHARED
 from envs.make import make
 from offline.dataset import load, read
 from offline.environments import environment_of
-from offline.inspect import facts
+from tools.inspect_dataset import facts
 
 
 def recorded(name: str) -> dict[str, np.ndarray]:

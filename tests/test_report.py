@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from bench import curves, offline_report, online_report, report
-from bench.alternate import Slice
-from bench.keep import Args, keep, kept_runs, main, time_taken
-from bench.rounds import write_rounds
+from bench.report import aggregates, curves, offline_report, report
+from bench.report.archive_run import Args, keep, kept_runs, main, time_taken
+from bench.speed.interleaved_timing import Slice, write_rounds
 from common.errors import InputError
 
 
@@ -31,15 +30,15 @@ def test_keep_without_arguments_prints_its_usage():
         (
             [],
             (
-                "keep.py: give RUN (A run folder",
+                "archive_run.py: give RUN (A run folder",
                 ") and KEPT (The folder",
-                "\nfor example: python bench/keep.py runs/",
+                "\nfor example: python bench/report/archive_run.py runs/",
                 "--help",
             ),
         ),
         (["nowhere", "kept"], ("nowhere has no config.json: give a run folder",)),
     ):
-        line = [sys.executable, str(ROOT / "bench" / "keep.py"), *arguments]
+        line = [sys.executable, str(ROOT / "bench" / "report" / "archive_run.py"), *arguments]
         result = subprocess.run(line, capture_output=True, text=True, check=False)
         assert result.returncode == 2
         assert len(result.stderr.splitlines()) <= 2
@@ -62,16 +61,16 @@ def test_only_steps_that_all_seeds_have_are_put_together():
 
 def test_spread_counts_the_seeds_that_got_there():
     seeds = {"1": {0: 0.0, 10: 10.0}, "2": {0: 0.0, 10: 20.0, 20: 7.0}}
-    assert online_report.spread(seeds, 10) == "15 ± 7 (2)"
-    assert online_report.spread(seeds, 20) == "7 (1)"
-    assert online_report.spread(seeds, 30) == "not run"
+    assert aggregates.spread(seeds, 10) == "15 ± 7 (2)"
+    assert aggregates.spread(seeds, 20) == "7 (1)"
+    assert aggregates.spread(seeds, 30) == "not run"
 
 
 def test_interquartile_mean_needs_four_seeds_that_got_there():
     seeds = {str(i): {0: 0.0, 10: 3.0} for i in range(4)}
-    assert online_report.interquartile(seeds, 10) == "3 (3 to 3)"
+    assert aggregates.interquartile(seeds, 10) == "3 (3 to 3)"
     seeds["3"] = {0: 0.0, 9: 3.0}
-    assert online_report.interquartile(seeds, 10) == ""
+    assert aggregates.interquartile(seeds, 10) == ""
 
 
 def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -83,8 +82,8 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
     facts = ["# algorithm: sac on X", "# our update alone in ms: 5.0"]
     (tmp_path / "speed" / "a.csv").write_text("\n".join(facts + rows))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.speed_table().splitlines()[2:] == ["| sac on X | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"]
-    assert len(report.speed_beside("d3rlpy").splitlines()) == 2
+    assert report.speed_table().markdown().splitlines()[2:] == ["| sac on X | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"]
+    assert report.speed_beside("d3rlpy").rows == []
 
 
 @pytest.mark.parametrize(("floor", "shown"), [({"floor": 60}, "2.00"), ({}, "-")])
@@ -95,13 +94,13 @@ def test_each_other_peer_has_a_table_of_its_own(
               for i in (1, 2, 3)]  # fmt: skip
     write_rounds(tmp_path / "speed" / "a.csv", {"algorithm": "cql on D"}, rounds)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.speed_beside("d3rlpy").splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]
-    assert len(report.speed_beside("loop").splitlines()) == 2
-    assert len(report.speed_table().splitlines()) == 2
+    assert report.speed_beside("d3rlpy").markdown().splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]
+    assert report.speed_beside("loop").rows == []
+    assert report.speed_table().rows == []
 
 
 class TestFromDatasets:
-    """Tables of bench/offline_report.py, of runs made up here: returns of Hopper-v4, whose scores are known."""
+    """Tables of bench/report/offline_report.py, of runs made up here: returns of Hopper-v4, whose scores are known."""
 
     LOW, HIGH = -20.272305, 3234.3  # D4RL's: what scores 0 and 100
 
@@ -121,7 +120,9 @@ class TestFromDatasets:
             """
             path = tmp_path / folder / algo / dataset / str(seed) / "evaluations.csv"
             path.parent.mkdir(parents=True)
-            (path.parent / "config.json").write_text(json.dumps({"arguments": {"env": env, "offline_steps": 100_000}}))
+            (path.parent / "config.json").write_text(
+                json.dumps({"algo": algo, "arguments": {"env": env, "offline_steps": 100_000}})
+            )
             if seconds:  # its log: a third of the time for the first thousand steps, the rest for the second
                 log = f"-99000,time/steps_per_second,{3_000 / seconds}\n-98000,time/steps_per_second,{1_500 / seconds}"
                 (path.parent / "metrics.csv").write_text(f"step,name,value\n{log}\n")
@@ -143,10 +144,10 @@ class TestFromDatasets:
         results("offline", "iql", "a", 3, m5=99.0)  # not there yet
         results("offline", "d3rlpy-iql", "a", 1, s0=30.0)
         results("offline", "iql", "others", 1, s0=70.0)
-        early, late, *others = (line.split(" | ") for line in offline_report.offline_table().splitlines()[2:])
-        assert others[1][:3] == ["| others", "100,000", ""]  # of no known behaviour
-        assert early[:3] == ["| a", "20,000", "31.0"]
-        assert late[:3] == ["| a", "100,000", "31.0"]
+        early, late, *others = offline_report.offline_table().rows
+        assert others[1][:3] == ["others", "100,000", ""]  # of no known behaviour
+        assert early[:3] == ["a", "20,000", "31.0"]
+        assert late[:3] == ["a", "100,000", "31.0"]
         column = {name: 3 + i for i, name in enumerate(offline_report.ALGORITHMS)}
         assert early[column["iql"]] == "70.0 (1)"
         assert late[column["iql"]] == "50.0 ± 14.1 (2)"
@@ -160,15 +161,15 @@ class TestFromDatasets:
         for seed, score in ((1, 20.0), (2, 30.0)):
             before = {f"m{5 * n}": score - 10 * n for n in range(5)}
             results("offline", "d3rlpy-iql", "a", seed, **before, m40=1e6)
-        early, late, cql, _ = offline_report.d3rlpy_table().splitlines()[2:]
+        early, late, cql, _ = offline_report.d3rlpy_table().markdown().splitlines()[2:]
         assert late == "| IQL | 100,000 | 1, 2 | 45.0 | 25.0 | 40.0 | 5.0 |"
-        assert early == "| IQL | 20,000 | not run |  |  |  |  |"
-        assert cql == "| CQL | 20,000 | not run |  |  |  |  |"
+        assert early == "| IQL | 20,000 | not run | | | | |"
+        assert cql == "| CQL | 20,000 | not run | | | | |"
 
     def test_online_scores_and_regret(self, results: Callable[..., None]):
         results("online", "cql-mix", "a", 1, s0=20.0, s1=10.0, s5=40.0, s10=70.0)
         results("online", "cql-mix", "a", 2, s0=30.0, s1=30.0, s5=30.0, s10=30.0, s20=90.0)
-        row = offline_report.online_table().splitlines()[2]
+        row = offline_report.online_table().markdown().splitlines()[2]
         assert row == "| cql-mix, a | 10 | 25.0 ± 7.1 (2) | 50.0 ± 28.3 (2) | 0.65 |"
 
     def test_wsrl_beside_its_variants(self, results: Callable[..., None]):
@@ -182,17 +183,17 @@ class TestFromDatasets:
         results("wsrl", "wsrl", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
         results("wsrl", "wsrl", "scored", 1, env="", s0=50.0, s20000=90.0)  # its environment came with the dataset
         results("wsrl", "mix", "scored", 1, env="", s0=50.0, s20000=80.0)
-        assert offline_report.wsrl_table().splitlines()[2:] == [
+        assert offline_report.wsrl_table().markdown().splitlines()[2:] == [
             "| a, 40,000 steps | WSRL | 40.0 ± 14.1 (2) | 12.5 ± 10.6 (2) | 37.1 ± 27.6 (2) | 49.0 ± 58.0 (2) | 1.2 |",
-            "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) |  |",
-            "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) |  |",
-            "| scored, 20,000 steps | WSRL | 50.0 (1) | 90.0 (1) | 90.0 (1) | 90.0 (1) |  |",
-            "| scored, 20,000 steps | data retained | 50.0 (1) | 80.0 (1) | 80.0 (1) | 80.0 (1) |  |",
+            "| a, 40,000 steps | data retained | 30.0 (1) | 40.0 (1) | 50.0 (1) | 60.0 (1) | |",
+            "| pen, 20,000 steps | WSRL | 50.0 (1) | 100.0 (1) | 100.0 (1) | 100.0 (1) | |",
+            "| scored, 20,000 steps | WSRL | 50.0 (1) | 90.0 (1) | 90.0 (1) | 90.0 (1) | |",
+            "| scored, 20,000 steps | data retained | 50.0 (1) | 80.0 (1) | 80.0 (1) | 80.0 (1) | |",
         ]
         results("wsrl", "mix", "pen", 1, env="unheard-of-v0", s0=50.0, s20000=90.0)
-        assert "interquartile" not in offline_report.wsrl_table()  # WSRL alone has every seed of "a"
+        assert "interquartile" not in offline_report.wsrl_table().markdown()  # WSRL alone has every seed of "a"
         results("wsrl", "mix", "a", 2, s0=30.0, s10000=40.0, s20000=50.0, s40000=60.0)
-        assert offline_report.wsrl_table().splitlines()[-2:] == [
+        assert offline_report.wsrl_table().markdown().splitlines()[-2:] == [
             "| interquartile mean | WSRL | 50.0 | 55.0 | 73.3 | 90.0 | |",
             "| interquartile mean | data retained | 40.0 | 60.0 | 65.0 | 70.0 | |",
         ]
@@ -201,28 +202,30 @@ class TestFromDatasets:
         """At the switch, half way and at the end of the shortest run; of a task that goes on the share of its steps
         that is solved; then by seed how far above the others.
         """
-        assert "not run" in offline_report.expo_table()
-        assert "not run" in offline_report.expo_differences()
+        assert "not run" in offline_report.expo_table().markdown()
+        assert "not run" in offline_report.expo_differences().markdown()
         results("expo", "rlpd", "a", 1, s0=1.0, s5=10.0, s10=30.0)
         results("expo", "expo", "a", 1, s0=0.0, s4=20.0, s6=40.0, s10=60.0, s20=99.0)  # none at 5
-        assert offline_report.expo_table().splitlines()[2:] == [
-            "| a, 10 steps | EXPO | 0.0 (1) | 20.0 (1) | 60.0 (1) | 40.0 (1) |  |",
-            "| a, 10 steps | RLPD | 1.0 (1) | 10.0 (1) | 30.0 (1) | 20.0 (1) |  |",
+        assert offline_report.expo_table().markdown().splitlines()[2:] == [
+            "| a, 10 steps | EXPO | 0.0 (1) | 20.0 (1) | 60.0 (1) | 40.0 (1) | |",
+            "| a, 10 steps | RLPD | 1.0 (1) | 10.0 (1) | 30.0 (1) | 20.0 (1) | |",
         ]
-        assert offline_report.expo_differences().splitlines()[2:] == ["| a, 10 steps | RLPD | 1 | 30.0 | 20.0 |"]
-        assert "not run" in offline_report.expo_table(curves.successes)  # Hopper has none
-        assert "not run" in offline_report.expo_differences(curves.successes)
+        assert offline_report.expo_differences().markdown().splitlines()[2:] == [
+            "| a, 10 steps | RLPD | 1 | 30.0 | 20.0 |"
+        ]
+        assert "not run" in offline_report.expo_table(curves.successes).markdown()  # Hopper has none
+        assert "not run" in offline_report.expo_differences(curves.successes).markdown()
         results("expo", "base", "a", 2, s0=0.0, s10=10.0)  # has no run of EXPO's with its seed
-        assert "base" not in offline_report.expo_differences()
+        assert "base" not in offline_report.expo_differences().markdown()
         results("expo", "expo", "a", 2, s0=0.0, s10=16.0)
         results("expo", "rlpd", "a", 2, s0=0.0, s10=6.0)
         results("expo", "rlpd", "a", 3, s0=0.0, s10=6.0)
-        assert offline_report.expo_differences().splitlines()[2:] == [
+        assert offline_report.expo_differences().markdown().splitlines()[2:] == [
             "| a, 10 steps | base policy alone | 1 | 6.0 | 6.0 |",
             "| a, 10 steps | RLPD | 2 | 20.0 | 15.0 |",
         ]
         results("expo", "expo", "a", 3, s0=0.0, s10=26.0)
-        last = offline_report.expo_differences().splitlines()[-1]
+        last = offline_report.expo_differences().markdown().splitlines()[-1]
         # Of 30, 10, 20 and of 20, 10, 20: 4.303 / √3 standard deviations, which are 10 and 5.774.
         assert last == "| a, 10 steps | RLPD | 3 | 20.0 (-4.8 to 44.8) | 16.7 (2.3 to 31.0) |"
 
@@ -230,11 +233,11 @@ class TestFromDatasets:
         """Two an evaluation, of scores 10 above and below; above 50 is success, whatever the score."""
         results("expo", "expo", "maze", 1, env="unheard-of-v0", s0=0.0, s5=55.0, s10=70.0)
         results("expo", "rlpd", "maze", 1, env="unheard-of-v0", s0=99.0, s5=0.0, s10=50.0)
-        assert offline_report.expo_table(curves.successes).splitlines()[2:] == [
-            "| maze, 10 steps | EXPO | 0.0 (1) | 50.0 (1) | 100.0 (1) | 75.0 (1) |  |",
-            "| maze, 10 steps | RLPD | 100.0 (1) | 0.0 (1) | 50.0 (1) | 25.0 (1) |  |",
+        assert offline_report.expo_table(curves.successes).markdown().splitlines()[2:] == [
+            "| maze, 10 steps | EXPO | 0.0 (1) | 50.0 (1) | 100.0 (1) | 75.0 (1) | |",
+            "| maze, 10 steps | RLPD | 100.0 (1) | 0.0 (1) | 50.0 (1) | 25.0 (1) | |",
         ]
-        differences = offline_report.expo_differences(curves.successes).splitlines()[2:]
+        differences = offline_report.expo_differences(curves.successes).markdown().splitlines()[2:]
         assert differences == ["| maze, 10 steps | RLPD | 1 | 50.0 | 50.0 |"]
 
 
@@ -270,7 +273,7 @@ def test_a_config_that_is_no_runs_is_not_kept(tmp_path: Path, text: str):
 def test_what_was_not_kept_is_refused_and_can_be_kept_where_it_is(tmp_path: Path):
     folder = tmp_path / "iql" / "a" / "1"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"arguments": {}}')
+    (folder / "config.json").write_text('{"algo": "iql", "arguments": {}}')
     (folder / "evaluations.csv").write_text("step,return\n0,1.5\n")
     with pytest.raises(InputError, match="has no evaluations"):
         list(kept_runs(tmp_path))
@@ -290,7 +293,7 @@ def test_time_taken_is_of_the_logs_intervals(tmp_path: Path):
 
 
 def test_results_hold_no_run_in_another_form():
-    """`make report` would leave out what `bench/keep.py` did not write."""
+    """`make report` would leave out what `bench/report/archive_run.py` did not write."""
     folders = {path.parent for path in (ROOT / "results").rglob("config.json")}
     assert folders == {path.parent for path in (ROOT / "results").rglob("evaluations.csv*")} != set()
     assert not list((ROOT / "results").rglob("evaluations.csv"))

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from conftest import (
+    ALGORITHMS,
+    EXAMPLE,
     OFFLINE,
     ROOT,
     arguments_of,
@@ -24,6 +26,8 @@ from conftest import (
     module,
     replay_bytes,
     same,
+    small_of,
+    with_flag,
 )
 
 from common import checkpoint
@@ -43,13 +47,13 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
     """The default networks, at least 3 000 steps, 20 SIGKILLs."""
     arguments = {"env": "HalfCheetah-v4", "hidden": (256, 256), "batch_size": 256, "learning_starts": 200,
                  "total_steps": 3_000, "eval_every": 500, "checkpoint_every": 50}  # fmt: skip
-    if algo == "ppo":
+    if algo in with_flag("rollout_steps"):
         arguments = {"env": "HalfCheetah-v4", "hidden": (64, 64), "rollout_steps": 500, "minibatch_size": 64,
                      "epochs": 10, "total_steps": 25_000, "eval_every": 2_500, "checkpoint_every": 500}  # fmt: skip
     elif algo in OFFLINE:  # on Pendulum's data, with kills on both sides of the switch
-        online = 4_000 if algo == "bc" else 2_000  # its updates are short
+        online = 2_000 if algo in with_flag("gamma") else 4_000  # updates of imitation alone are short
         arguments |= {"env": "Pendulum-v1", "offline_steps": 1_000, "online_steps": online}
-        if algo == "cql":  # 31 values a transition; its default networks
+        if algo in with_flag("critic_hidden"):  # with up to 31 values a transition
             arguments |= {"critic_hidden": (256, 256), "batch_size": 16}
     assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
     result = killed_at(algo, [("any", 20)], *flags(algo, **arguments, run_dir=tmp_path / "killed"))
@@ -63,34 +67,27 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("algo", "env", "num_envs", "vectorizer"),
     [
-        ("sac", "Pendulum-v1", 1, "sync"),
-        ("sac", "Hopper-v4", 2, "async"),
-        ("td3", "Hopper-v4", 2, "sync"),
-        ("ppo", "Pendulum-v1", 1, "sync"),
-        ("ppo", "Hopper-v4", 2, "sync"),
-        ("iql", "Pendulum-v1", 1, "sync"),
-        ("iql", "Pendulum-v1", 2, "sync"),
-        ("cql", "Pendulum-v1", 2, "sync"),
-        ("td3_bc", "Pendulum-v1", 1, "sync"),
-        ("wsrl", "Pendulum-v1", 1, "sync"),
-        ("expo", "Pendulum-v1", 2, "sync"),
+        *((algo, "Pendulum-v1" if algo in OFFLINE else "Hopper-v4", 2, "sync") for algo in ALGORITHMS),
+        *((algo, "Pendulum-v1", 1, "sync") for algo in ALGORITHMS if algo not in OFFLINE),
+        (EXAMPLE, "Hopper-v4", 2, "async"),
     ],
 )
-def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
+def test_kills_in_a_step_an_update_an_evaluation_and_a_save(
     algo: str, tmp_path: Path, env: str, num_envs: int, vectorizer: str
 ):
     """One run, killed in each of these places in turn; in a checkpoint at each of its writes, and at the rename."""
-    total = 2_000 if algo == "wsrl" else 1_500  # three more kills on its way
+    phase = (small_of(algo).get("warmup_steps", 0) or small_of(algo).get("random_steps", 0)) // num_envs
+    total = 2_000 if phase else 1_500  # three more kills on its way
     arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total}
-    if algo in ("td3", "iql", "expo"):  # what waits at a checkpoint is done behind it
-        arguments["overlap"] = True
+    if algo in with_flag("overlap"):  # what waits at a checkpoint is done behind it
+        arguments["overlap"] = vectorizer == "sync"
     assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
     run_dir = tmp_path / "killed"
     step, early, late = ("async step", 150, 33) if vectorizer == "async" else ("step", 500, 133)
     places = [(step, early), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
     places += [("save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
-    if algo == "wsrl":  # in the warm-up of 70 steps, with its last and with the first behind it
-        places = [("online step", 40), ("online step", 70), ("online step", 71), *places]
+    if phase:  # in the random steps or the warm-up, with its last and with the first behind it
+        places = [*(("online step", n) for n in (phase // 2, phase, phase + 1)), *places]
     elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
         places += [("online step", 1), ("online step", 150)]
     result = killed_at(algo, places, *flags(algo, **arguments, run_dir=run_dir))
@@ -100,12 +97,12 @@ def test_kills_during_a_step_an_update_an_evaluation_and_a_checkpoint(
     assert_same_run(run_dir, tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize(
-    ("algo", "retain", "num_envs"),
-    [("bc", "mix", 1), ("iql", "none", 1), ("cql", "append", 2), ("cql", "none", 1), ("td3_bc", "mix", 2)],
-)
-def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, retain: str, num_envs: int):
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("algo", OFFLINE)
+def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, num_envs: int):
     """Before the switch, at it, in the warm-up or what stands in its place, and behind it."""
+    others = [each for each in ("none", "append", "mix") if each != module(algo).Args.retain]
+    retain = others[num_envs - 1]
     arguments = {"num_envs": num_envs, "retain": retain, "warmup_steps": 120, "offline_steps": 200, "online_steps": 500}
     assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
     places = [("update", 150), ("online step", 1), ("online step", 110 // num_envs), ("online step", 240 // num_envs)]
@@ -115,22 +112,62 @@ def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, retain:
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("algo", with_flag("overlap"))
+def test_kills_between_a_step_and_its_pending_updates(algo: str, tmp_path: Path, num_envs: int):
+    """The checkpoint of step 120 holds the updates that wait for the next action, with their arguments."""
+    arguments = {"num_envs": num_envs, "overlap": True, "checkpoint_every": 10, "total_steps": 400}
+    if algo in with_flag("calibrated"):  # else nothing is learned before the first episode is finished
+        arguments["calibrated"] = False
+    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
+    flushes = 120 // num_envs + 1  # one before each step of the environments, and one for each offline update
+    if algo in OFFLINE:
+        flushes += 200
+    killed = killed_at(algo, [("flush", flushes)], *flags(algo, **arguments, run_dir=tmp_path / "killed"))
+    assert killed.returncode == 0, killed.stderr
+    state = final_state(tmp_path / "killed")
+    assert (state["logger"]["step"], state["rollout"]["steps"]) == (120, 120)
+    pending = state["update"]["pending"]
+    assert len(pending) == num_envs
+    assert all([*each] == [*pending[0]] for each in pending)
+    assert pending[0].get("online", True)
+    assert ("online" in pending[0]) == (algo in OFFLINE)
+    assert command(*flags(algo, **arguments, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    assert final_state(tmp_path / "killed")["update"]["pending"] == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "part", "missing"), [("sac", "update", True), ("iql", "data", True), ("sac", "extra", False)]
+)
+def test_a_checkpoint_with_other_parts_is_refused(algo: str, part: str, missing: bool, small):
+    """That of another version: the message names what differs, and the checkpoint stays as it is."""
+    module(algo).train(args := small(algo, total_steps=100))
+    (args.run_dir / "DONE").unlink()
+    path = args.run_dir / "checkpoint" / "state.pt"
+    state = checkpoint.load(path)
+    if missing:
+        del state[part]
+    else:
+        state[part] = {"count": 1}
+    checkpoint.save(path, state)
+    kept = [path, *(args.run_dir / name for name in ("config.json", "evaluations.csv", "metrics.csv"))]
+    before = [file.read_bytes() for file in kept]
+    with pytest.raises(InputError, match=rf"checkpoint of another version \({part} differ\): .*another --run-dir"):
+        module(algo).train(args)
+    assert [file.read_bytes() for file in kept] == before
+    assert not (args.run_dir / "DONE").exists()
+
+
 @pytest.mark.parametrize(
     ("algo", "number", "status", "vectorizer"),
     [
-        ("sac", signal.SIGINT, 130, "sync"),
-        ("sac", signal.SIGINT, 130, "async"),
-        ("sac", signal.SIGTERM, 143, "sync"),
-        ("td3", signal.SIGTERM, 143, "sync"),
-        ("ppo", signal.SIGINT, 130, "sync"),
-        ("iql", signal.SIGTERM, 143, "sync"),
-        ("cql", signal.SIGINT, 130, "sync"),
-        ("td3_bc", signal.SIGINT, 130, "sync"),
-        ("wsrl", signal.SIGTERM, 143, "sync"),
-        ("expo", signal.SIGINT, 130, "sync"),
+        *((algo, signal.SIGINT, 130, "sync") for algo in ALGORITHMS),
+        (EXAMPLE, signal.SIGINT, 130, "async"),
+        *((algo, signal.SIGTERM, 143, "sync") for algo in (EXAMPLE, OFFLINE[0])),
     ],
 )
-def test_a_signal_makes_a_checkpoint_and_the_same_command_goes_on(
+def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     algo: str, tmp_path: Path, number: int, status: int, vectorizer: str
 ):
     arguments = {"checkpoint_every": 100_000, "total_steps": 2_000, "vectorizer": vectorizer}
@@ -174,7 +211,7 @@ def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
     arguments = {"num_envs": 3, "eval_every": 100, "checkpoint_every": 100, "buffer_size": 150}
     if algo in OFFLINE:
         arguments |= {"offline_steps": 100, "retain": "append", "warmup_steps": 70, "buffer_size": 10_000}  # it grows
-    if algo == "ppo":
+    if name not in module(algo).Args.extendable:
         arguments = {"num_envs": 1}
     first, whole = (
         module(algo).Args(**arguments_of(algo, arguments | {name: steps, "run_dir": tmp_path / folder}))
@@ -183,8 +220,8 @@ def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
     more = replace(first, **{name: 400})
     module(algo).train(first)
     commit = json.loads((first.run_dir / "config.json").read_text())["commit"]
-    if algo == "ppo":  # its learning rate has fallen to 0
-        with pytest.raises(InputError, match="total_steps \\(200 there, 400 here\\)"):
+    if name not in module(algo).Args.extendable:  # as PPO's, whose learning rate has fallen to 0
+        with pytest.raises(InputError, match=f"{name} \\(200 there, 400 here\\)"):
             module(algo).train(more)
         return
     module(algo).train(more)
@@ -214,14 +251,20 @@ def test_a_finished_run_without_its_evaluations(damage: Callable[[str], str], sm
         module("sac").train(args)
 
 
-def test_a_longer_run_with_a_damaged_checkpoint_changes_nothing(small):
+@pytest.mark.parametrize("reason", ["is damaged", "of another version"])
+def test_a_longer_run_with_a_refused_checkpoint_changes_nothing(reason: str, small):
     """The finished run stays finished: in version 0.1, DONE was gone and config.json rewritten."""
     module("sac").train(args := small(total_steps=100))
-    state = args.run_dir / "checkpoint" / "state.pt"
-    state.write_bytes(state.read_bytes()[:-100])
+    path = args.run_dir / "checkpoint" / "state.pt"
+    if reason == "is damaged":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        state = checkpoint.load(path)
+        del state["update"]
+        checkpoint.save(path, state)
     kept = [args.run_dir / name for name in ("config.json", "DONE", "evaluations.csv", "metrics.csv")]
     before = [path.read_bytes() for path in kept]
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match=reason):
         module("sac").train(small(total_steps=200))
     assert [path.read_bytes() for path in kept] == before
 
@@ -280,7 +323,7 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     assert json.loads(path.read_text()) == config
 
 
-def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small):
+def test_a_list_newer_than_the_run_counts_as_its_default_too(small):
     module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
     path = small().run_dir / "config.json"
     config = json.loads(path.read_text())
@@ -290,12 +333,12 @@ def test_a_list_that_is_newer_than_the_run_counts_as_its_default_too(small):
     assert json.loads(path.read_text()) == config
 
 
-def test_a_run_that_another_command_made_meanwhile_is_not_taken_over(small):
+def test_a_run_made_meanwhile_by_another_command_is_kept(small):
     """Between the first look at the folder and its lock, environments and datasets are made."""
     waiting = Run("sac", small(gamma=0.9))
     module("sac").train(small(gamma=0.5))
     with pytest.raises(InputError, match=r"gamma \(0.5 there, 0.9 here\)"):
-        waiting.open()
+        waiting.resume(agent=None, rollout=None)
 
 
 def test_what_a_checkpoint_needs_is_on_the_disk_before_it(small, monkeypatch: pytest.MonkeyPatch):

@@ -6,25 +6,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
-from formulas import Array, forward, layers, make_batch, parameters, values
+from conftest import COMMON
+from formulas import Array, assert_log_std_is_clamped, forward, layers, make_batch, parameters, values
 
 from algos.sac import SAC, Args
 from common.checkpoint import state_of
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import Batch, ReplayBuffer
+
+SMALL = COMMON | {"batch_size": 16, "learning_starts": 50, "buffer_size": 10_000}
 
 
 def make_agent(**changed: Any) -> SAC:
-    agent = SAC(Args(**(SMALL["sac"] | changed)), 3, 2, torch.device("cpu"))
-    for module in (agent.actor, agent.critic, agent.critic_target):
+    agent = SAC(Args(**(SMALL | changed)), 3, 2, torch.device("cpu"))
+    for module in (agent.actor, agent.critic, agent.target_critic):
         module.double()
     agent.log_alpha.data = torch.tensor(-0.7, dtype=torch.float64)
     agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
     agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
     agent.alpha_optimizer = Adam([agent.log_alpha], 1e-3)
     with torch.no_grad():  # so that a target taken from the online critic shows
-        for parameter in agent.critic_target.parameters():
+        for parameter in agent.target_critic.parameters():
             parameter.mul_(1.3)
     return agent
 
@@ -49,7 +51,7 @@ def test_critic_loss_equals_an_independent_formula(critics: int):
     agent, batch = make_agent(critics=critics), make_batch()
     obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
     next_actions, next_log_prob = sampled(agent, next_obs, noise_of(agent, 5))
-    smallest = np.min(values(agent.critic_target, next_obs, next_actions, critics), axis=0)
+    smallest = np.min(values(agent.target_critic, next_obs, next_actions, critics), axis=0)
     target = rewards + 0.99 * (1 - terminations) * (smallest - math.exp(-0.7) * next_log_prob)
     expected = sum(((q - target) ** 2).mean() for q in values(agent.critic, obs, actions, critics))
     assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
@@ -79,7 +81,7 @@ def test_alpha_loss_and_its_gradient():
 @pytest.mark.parametrize(("log_prob", "direction"), [(5.0, 1), (-5.0, -1)])
 def test_temperature_rises_when_entropy_is_below_its_target(log_prob: float, direction: int):
     agent = make_agent()
-    agent.alpha_optimizer.descend(agent.alpha_loss(torch.full((4,), log_prob).double())[0])
+    agent.alpha_optimizer.minimize(agent.alpha_loss(torch.full((4,), log_prob).double())[0])
     assert np.sign(agent.log_alpha.item() + 0.7) == direction
 
 
@@ -116,7 +118,7 @@ def test_update_moves_every_network_with_its_own_loss():
     for name, gradient in gradients.items():
         step = 1e-3 * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(after[name].detach(), before[name] - step, rtol=0, atol=1e-9)
-        target = name.replace("critic.", "critic_target.")
+        target = name.replace("critic.", "target_critic.")
         torch.testing.assert_close(after[target].detach(), 0.995 * before[target] + 0.005 * after[name].detach())
     assert all(not torch.equal(after[name], before[name]) for name in before)
 
@@ -127,7 +129,7 @@ def test_policy_reaches_the_entropy_and_the_optimum_of_a_known_bandit():
     Its entropy, ½ log(2πe α/2) a dimension, is -1 (that is, H̄ = -|A|) for α = e⁻² / (πe) = 0.0158.
     """
     learning = {"hidden": (64, 64), "alpha_lr": 5e-3, "critic_lr": 3e-3}
-    agent = SAC(Args(**(SMALL["sac"] | learning)), 3, 2, torch.device("cpu"))
+    agent = SAC(Args(**(SMALL | learning)), 3, 2, torch.device("cpu"))
     agent.log_alpha.data.fill_(math.log(0.05))
     buffer, rng = ReplayBuffer(2_000, 3, 2), np.random.default_rng(0)
     obs, actions = np.ones((2_000, 3)), rng.uniform(-1, 1, (2_000, 2))
@@ -145,13 +147,13 @@ def test_defaults_are_the_papers():
     assert (args.actor_lr, args.critic_lr, args.alpha_lr) == (1e-3, 1e-3, 1e-3)
     assert (args.gamma, args.tau, args.batch_size, args.hidden) == (0.99, 5e-3, 256, (256, 256))
     assert (args.critics, args.learning_starts, args.utd, args.buffer_size) == (2, 5_000, 1, 1_000_000)
-    agent = SAC(Args(**SMALL["sac"]), 3, 2, torch.device("cpu"))
+    agent = SAC(Args(**SMALL), 3, 2, torch.device("cpu"))
     assert (agent.log_alpha.item(), agent.target_entropy) == (0, -2)
 
 
 def test_a_fixed_temperature_and_another_target_entropy():
     """α moves, at its rate, towards the policy of this entropy, and not at all at the rate 0."""
-    agents = [SAC(Args(**SMALL["sac"], alpha=0.2, alpha_lr=rate), 3, 2, torch.device("cpu")) for rate in (0.0, 1e-2)]
+    agents = [SAC(Args(**SMALL, alpha=0.2, alpha_lr=rate), 3, 2, torch.device("cpu")) for rate in (0.0, 1e-2)]
     batch = Batch(*(part.float() for part in make_batch()[:5]))
     for agent in agents:
         for _ in range(3):
@@ -163,6 +165,10 @@ def test_a_fixed_temperature_and_another_target_entropy():
 
 
 def test_state_covers_all():
-    agent = SAC(Args(**SMALL["sac"]), 3, 2, torch.device("cpu"))
-    networks = {"actor", "critic", "critic_target", "log_alpha", "generator"}
+    agent = SAC(Args(**SMALL), 3, 2, torch.device("cpu"))
+    networks = {"actor", "critic", "target_critic", "log_alpha", "generator"}
     assert networks | {"actor_optimizer", "critic_optimizer", "alpha_optimizer"} <= state_of(agent).keys()
+
+
+def test_log_deviation_is_held_in_wide_bounds():
+    assert_log_std_is_clamped(SAC(Args(**SMALL), 3, 2, torch.device("cpu")).actor, -20.0, 2.0)

@@ -34,11 +34,11 @@ def test_nothing_is_installed_again_when_nothing_changed(folder: Path, target: s
     [("", {"peers"}), ("--algo ppo", {"peers"}), ("--algo cql", {"d3rlpy"}), ("--algo wsrl", set())],
 )
 def test_speed_installs_only_those_it_runs_beside(folder: Path, arguments: str, peers: set[str]):
-    (folder / "bench").mkdir()
+    (folder / "bench" / "speed").mkdir(parents=True)
     for name in ("peers", "d3rlpy"):
-        (folder / "bench" / f"{name}-requirements.txt").touch()
+        (folder / "bench" / "speed" / f"{name}-requirements.txt").touch()
     said = make(folder, "--dry-run", "speed", f"ARGS={arguments}").stdout
-    assert {name for name in ("peers", "d3rlpy") if f"-r bench/{name}-requirements.txt" in said} == peers
+    assert {name for name in ("peers", "d3rlpy") if f"-r bench/speed/{name}-requirements.txt" in said} == peers
 
 
 def test_video_installs_what_it_needs_once(folder: Path):
@@ -46,8 +46,8 @@ def test_video_installs_what_it_needs_once(folder: Path):
     (folder / ".venv" / "video").touch()
     said = make(folder, "--dry-run", "video", "RUN=runs/x", "ARGS=--episodes 2").stdout
     assert "pip install" not in said
-    assert "bench/video.py runs/x --episodes 2" in said
-    assert "bench/video.py runs/x --play" in make(folder, "--dry-run", "play", "RUN=runs/x").stdout
+    assert "tools/video.py runs/x --episodes 2" in said
+    assert "tools/video.py runs/x --play" in make(folder, "--dry-run", "play", "RUN=runs/x").stdout
 
 
 def test_another_python_is_refused_with_the_cure(folder: Path):

@@ -1,4 +1,4 @@
-"""`bench/speed.py` counts every step, really stops who is stopped, leaves nothing behind, and has an honest floor."""
+"""`bench/speed` counts every step, really stops who is stopped, leaves nothing behind, and has an honest floor."""
 
 import contextlib
 import csv
@@ -22,17 +22,26 @@ from conftest import PENDULUM, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import expo_sampling, packing, step_time
-from bench.alternate import Contender, ContenderError, Slice, alternate, contest
-from bench.floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
-from bench.rounds import read_rounds, report, write_rounds
-from bench.speed import ALGORITHMS, Args, commands, environment, has_losses, main, update_times
-from bench.step_counter import COUNTER_FILE, counted, read_steps
-from bench.wsrl_loop import Loop
-from common.cuda import SHARE
+from bench.speed import expo_sampling, step_time
+from bench.speed.interleaved_timing import (
+    Contender,
+    ContenderError,
+    Slice,
+    alternate,
+    contest,
+    read_rounds,
+    report,
+    write_rounds,
+)
+from bench.speed.matmul_floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
+from bench.speed.speed import ALGORITHMS, Args, commands, environment, has_losses, main, update_times
+from bench.speed.step_counter import COUNTER_FILE, counted, read_steps
+from bench.speed.wsrl_loop import Loop
+from bench.sweep import packing
+from common.cuda import GPU_SHARE_ENV
 from common.provenance import commit
 from common.replay_buffer import Batch
-from offline.switch import with_presets
+from offline.offline_to_online import with_presets
 
 ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -48,7 +57,7 @@ envs.close()
 # Burns no processor, so that its rate holds on a busy machine; a child that must be stopped with it counts as well.
 TICK = """
 import os, sys, time
-from bench.step_counter import claim_slot
+from bench.speed.step_counter import claim_slot
 os.fork() or os.setpgrp()  # as the processes of our environments do
 count = claim_slot()
 while True:
@@ -68,7 +77,7 @@ def limited(self, batch):
     made.append(update(self, batch))
     return made[-1]
 base.update = limited
-runpy.run_path("bench/offline_peer.py", run_name="__main__")
+runpy.run_path("bench/speed/peer.py", run_name="__main__")
 """
 D3RLPY = ROOT / ".venv-d3rlpy" / "bin" / "python"
 
@@ -97,7 +106,12 @@ def test_steps_are_counted_across_processes(tmp_path: Path, env_id: str) -> None
 def test_our_gradient_steps_on_a_dataset_are_counted(tmp_path: Path) -> None:
     """They alone: neither what is evaluated nor the online steps behind them."""
     env, run = {**ENV, COUNTER_FILE: str(tmp_path / "steps")}, ["--run-dir", str(tmp_path / "run")]
-    line = [sys.executable, "bench/count_updates.py", "algos/iql.py", *flags("iql", offline_steps=70, online_steps=30)]
+    line = [
+        sys.executable,
+        "bench/speed/count_updates.py",
+        "algos/iql.py",
+        *flags("iql", offline_steps=70, online_steps=30),
+    ]
     subprocess.run([*line, *run], cwd=ROOT, env=env, check=True, capture_output=True)
     assert read_steps(tmp_path / "steps") == 70
     assert (tmp_path / "run" / "DONE").exists()
@@ -161,9 +175,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
-def test_packing_runs_as_many_as_asked_beside_one_that_has_all_of_them_to_itself(
-    on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_runs_as_many_as_asked_and_one_alone(on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "Contender", Counting)
     monkeypatch.setattr(packing, "shared_card", lambda: contextlib.nullcontext("by MPS"))
     monkeypatch.setattr(packing, "accelerator", lambda: "a card")
@@ -175,7 +187,7 @@ def test_packing_runs_as_many_as_asked_beside_one_that_has_all_of_them_to_itself
     for run in ours:
         flags = tyro.cli(module("sac").Args, args=run.command[2:])
         assert (flags.device, run.env["OMP_NUM_THREADS"]) == (on, "1")
-        assert float(run.env[SHARE]) * 13 == pytest.approx(1)
+        assert float(run.env[GPU_SHARE_ENV]) * 13 == pytest.approx(1)
     assert len({run.command[run.command.index("--run-dir") + 1] for run in Counting.made}) == 13
     assert alone.env["OMP_NUM_THREADS"] == ("1" if on == "cuda" else "12")
     text = out.read_text()
@@ -207,7 +219,7 @@ def test_without_git_a_run_knows_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(("first", "last"), [(100, 200), (1_000, 1_050), (1_000, 200)])
 def test_where_the_time_goes_is_told_of_the_steps_asked_for(first: int, last: int) -> None:
     """Also where the run itself logs its times, and begins them anew, as they begin."""
-    line = [sys.executable, "bench/step_time.py", str(first), "40", "algos/sac.py"]
+    line = [sys.executable, "bench/speed/step_time.py", str(first), "40", "algos/sac.py"]
     line += flags(total_steps=last, checkpoint_every=10_000)
     env = {**ENV, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -221,7 +233,7 @@ def test_where_the_time_goes_is_told_of_the_steps_asked_for(first: int, last: in
 
 def test_time_is_divided_by_the_steps_that_were_made(tmp_path: Path) -> None:
     """Of 64 environments a turn is 64 steps, whatever number was asked for."""
-    (tmp_path / "config.json").write_text('{"arguments": {"device": "cpu"}}')
+    (tmp_path / "config.json").write_text('{"algo": "sac", "arguments": {"device": "cpu"}}')
     watch, logger = step_time.Watch(100, 100), SimpleNamespace(step=0, folder=tmp_path)
     for logger.step in (64, 128, 192):
         watch.step(logger)
@@ -284,7 +296,7 @@ def test_nothing_is_left_after_an_exception() -> None:
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
     ours = [sys.executable, "-c", TICK.replace("sys.argv[1]", "'0.01'")]
     quoted = " ".join([ours[0], "-c", f'"{ours[2]}"'])
-    command = [sys.executable, "bench/speed.py", "--peers", "--out", str(tmp_path / "o.csv"), "--ours", quoted]
+    command = [sys.executable, "bench/speed/speed.py", "--peers", "--out", str(tmp_path / "o.csv"), "--ours", quoted]
     program = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parent, members = psutil.Process(program.pid), list[psutil.Process]()
     deadline = time.monotonic() + 30
@@ -354,7 +366,7 @@ def test_floor_has_the_flops_of_the_losses_by_autograd(algo: str) -> None:
     assert sum(product.flops for product in PRODUCTS[algo](o, a)) == counter.get_total_flops()
 
 
-def test_every_way_to_a_product_computes_and_the_fastest_is_chosen() -> None:
+def test_the_fastest_way_to_a_product_is_chosen() -> None:
     for product in sac_products(3, 2):
         for compute in ways(product):
             compute()
@@ -418,7 +430,7 @@ def test_expos_samples_drawn_one_by_one_are_those_of_the_batch() -> None:
     distribution functions (Kolmogorov and Smirnov's), in every dimension."""
     lines = commands(Args(algo="expo"), Path())
     assert list(lines) == ["ours", "loop"]
-    assert all(line[1:] == ["bench/expo_sampling.py", how, counted("HalfCheetah-v4")]
+    assert all(line[1:] == ["bench/speed/expo_sampling.py", how, counted("HalfCheetah-v4")]
                for line, how in zip(lines.values(), ("batch", "loop"), strict=True))  # fmt: skip
     torch.manual_seed(0)
     agent, obs = expo_sampling.make_agent(17, 6), torch.randn(1, 17)

@@ -1,4 +1,4 @@
-"""bench/sweep.py: a suite's commands, and that killing any part of a sweep changes none of its numbers."""
+"""bench/sweep/sweep.py: a suite's commands, and that killing any part of a sweep changes none of its numbers."""
 
 import itertools
 import os
@@ -18,12 +18,12 @@ import psutil
 import pytest
 from conftest import ROOT, final_state, same
 
-from bench import sweep
-from bench.mps import shared_card
-from bench.suite import SUITES, jobs, read_suite
-from bench.sweep import Args, Sweep, fill, finish, is_done, refuse_other_versions
-from bench.sweep_task import Job, Outcome
-from bench.sweep_task import run as run_job
+from bench.sweep import sweep
+from bench.sweep.mps import shared_card
+from bench.sweep.suite import SUITES, jobs, read_suite
+from bench.sweep.sweep import Args, Sweep, fill, finish, is_done, refuse_other_versions
+from bench.sweep.sweep_task import Job, Outcome
+from bench.sweep.sweep_task import run as run_job
 from common.errors import InputError
 
 RUN = """
@@ -206,7 +206,7 @@ def test_a_torn_record_of_the_command_is_one_of_another(torn: str, tmp_path: Pat
     ],
 )
 def test_progress_of_a_run_whose_last_row_is_torn(rows: str, said: str, tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"arguments": {"total_steps": 500}}')
+    (tmp_path / "config.json").write_text('{"algo": "sac", "arguments": {"total_steps": 500}}')
     (tmp_path / "evaluations.csv").write_text(f"step,episode,return,length,success,normalized_score\n{rows}")
     assert sweep.progress(Job(("algos/sac.py",), tmp_path, 1)) == said
 
@@ -345,8 +345,8 @@ def test_runs_on_one_card_share_it_by_a_service_that_ends_with_the_sweep(
     status: int, client: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With stand-ins for NVIDIA's program, which writes down how it was called, and for one that uses the card."""
-    monkeypatch.setattr("bench.mps.CLIENT", tuple(client.split()))
-    monkeypatch.setattr("bench.mps.PATIENCE", 2)
+    monkeypatch.setattr("bench.sweep.mps.CLIENT", tuple(client.split()))
+    monkeypatch.setattr("bench.sweep.mps.PATIENCE", 2)
     program, calls = tmp_path / "nvidia-cuda-mps-control", tmp_path / "calls"
     program.write_text(f'#!/bin/sh\n[ "$1" ] || read -r line\necho "$1$line $CUDA_MPS_PIPE_DIRECTORY" >> {calls}\n'
                        f'[ "$1" ] && sleep 30 &\n'  # the service, which keeps what it was given to write to
@@ -419,12 +419,12 @@ class TestSweeps:
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-        """`python bench/sweep.py` in a process group of its own."""
+        """`python bench/sweep/sweep.py` in a process group of its own."""
         pytest.importorskip("ray", reason="needs Ray: pip install -r requirements.txt")
         started: list[subprocess.Popen[str]] = []
 
         def start(suite: str, folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
-            line = [sys.executable, str(ROOT / "bench" / "sweep.py"), suite, "--folder", str(folder), *flags]
+            line = [sys.executable, str(ROOT / "bench" / "sweep" / "sweep.py"), suite, "--folder", str(folder), *flags]
             process = subprocess.Popen(
                 line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment,
                 start_new_session=True,

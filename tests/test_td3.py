@@ -5,23 +5,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import COMMON
 from formulas import Array, forward, layers, make_batch, parameters, values
 
 from algos.td3 import TD3, Args
 from common.checkpoint import state_of
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
+
+SMALL = COMMON | {"batch_size": 16, "learning_starts": 50, "buffer_size": 10_000}
 
 
 def make_agent(**changed: Any) -> TD3:
-    agent = TD3(Args(**(SMALL["td3"] | changed)), 3, 2, torch.device("cpu"))
-    for module in (agent.actor, agent.actor_target, agent.critic, agent.critic_target):
+    agent = TD3(Args(**(SMALL | changed)), 3, 2, torch.device("cpu"))
+    for module in (agent.actor, agent.target_actor, agent.critic, agent.target_critic):
         module.double()
     agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
     agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
     with torch.no_grad():  # so that a target taken from an online network shows
-        for network in (agent.actor_target, agent.critic_target):
+        for network in (agent.target_actor, agent.target_critic):
             for parameter in network.parameters():
                 parameter.mul_(1.3)
     return agent
@@ -39,9 +41,9 @@ def test_critic_loss_equals_an_independent_formula(critics: int):
     generator = torch.Generator()
     generator.set_state(agent.generator.get_state())
     noise = 0.8 * torch.randn(40, 2, generator=generator).double().numpy()
-    smoothed = policy(agent.actor_target, next_obs) + np.clip(noise, -0.5, 0.5)
+    smoothed = policy(agent.target_actor, next_obs) + np.clip(noise, -0.5, 0.5)
     assert (np.abs(noise) > 0.5).any()
-    smallest = np.min(values(agent.critic_target, next_obs, np.clip(smoothed, -1, 1), critics), axis=0)
+    smallest = np.min(values(agent.target_critic, next_obs, np.clip(smoothed, -1, 1), critics), axis=0)
     target = rewards + 0.99 * (1 - terminations) * smallest
     expected = sum(((q - target) ** 2).mean() for q in values(agent.critic, obs, actions, critics))
     assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
@@ -49,10 +51,10 @@ def test_critic_loss_equals_an_independent_formula(critics: int):
 
 def test_target_actions_stay_in_the_box():
     agent, seen = make_agent(target_noise=0.8), []
-    target = agent.critic_target.forward
-    agent.critic_target.forward = lambda obs, actions: seen.append(actions) or target(obs, actions)
+    target = agent.target_critic.forward
+    agent.target_critic.forward = lambda obs, actions: seen.append(actions) or target(obs, actions)
     with torch.no_grad():
-        agent.actor_target.net[-1].bias.fill_(3.0)  # tanh(3) = 0.995: noise would leave the box
+        agent.target_actor.net[-1].bias.fill_(3.0)  # tanh(3) = 0.995: noise would leave the box
     agent.critic_loss(make_batch(40))
     assert seen[0].max() == 1.0
 
@@ -83,7 +85,7 @@ def test_actor_and_targets_move_at_every_delayed_update_only(delay: int):
     agent, batch = make_agent(tau=0.1, policy_delay=delay), make_batch()
     for update in range(1, 7):
         before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
-        agent.update(batch, agent.actor_is_due())
+        agent.update(batch, with_actor=update % delay == 0)
         for name, parameter in parameters(agent):
             network, _, rest = name.partition(".")
             assert torch.equal(parameter, before[name]) == (update % delay > 0 and network != "critic"), (update, name)
@@ -99,17 +101,17 @@ def test_policy_reaches_the_optimum_of_a_known_bandit():
     buffer.add(obs, actions, -((actions - 0.4) ** 2).sum(1), obs, np.ones(2_000))
     found = []
     for seed in range(1, 5):
-        agent = TD3(Args(**(SMALL["td3"] | {"hidden": (64, 64), "seed": seed})), 3, 2, torch.device("cpu"))
-        for update in range(3_000):
-            agent.update(buffer.sample(64, agent.generator), agent.actor_is_due())
-            if update >= 2_000:
+        agent = TD3(Args(**(SMALL | {"hidden": (64, 64), "seed": seed})), 3, 2, torch.device("cpu"))
+        for update in range(1, 3_001):
+            agent.update(buffer.sample(64, agent.generator), with_actor=update % 2 == 0)
+            if update > 2_000:
                 found.append(agent.act(np.ones((1, 3), np.float32), deterministic=True)[0])
     np.testing.assert_allclose(np.mean(found, axis=0), [0.4, 0.4], atol=0.05)  # each wavers about the optimum
 
 
 @pytest.mark.parametrize("size", [0.1, 0.2])
 def test_exploration_noise_is_of_the_size_asked_for(size: float):
-    args = Args(**SMALL["td3"], exploration_noise=size)
+    args = Args(**SMALL, exploration_noise=size)
     agent, obs = TD3(args, 3, 2, torch.device("cpu")), np.zeros((4_000, 3), np.float32)
     noise = agent.act(obs) - agent.act(obs, deterministic=True)
     assert noise.std() == pytest.approx(size, rel=0.05)
@@ -128,7 +130,7 @@ def test_defaults_are_the_papers():
 
 
 def test_state_covers_all():
-    """The number of updates too: else a resumed run would move its actor at the odd ones."""
-    agent = TD3(Args(**SMALL["td3"]), 3, 2, torch.device("cpu"))
-    networks = {"actor", "actor_target", "critic", "critic_target", "generator", "updates"}
+    """The number of updates is the run's, not the agent's: test_update_counts.py."""
+    agent = TD3(Args(**SMALL), 3, 2, torch.device("cpu"))
+    networks = {"actor", "target_actor", "critic", "target_critic", "generator"}
     assert networks | {"actor_optimizer", "critic_optimizer"} <= state_of(agent).keys()

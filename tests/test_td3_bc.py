@@ -8,28 +8,29 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import PENDULUM, SMALL, final_state, module, same
+from conftest import COMMON, PENDULUM, final_state, module, same
 from d4rl_file import make
 from formulas import Array, forward, layers, make_batch, parameters, values
 
 from algos.td3_bc import TD3BC, Args
 from common.checkpoint import restore, state_of
-from common.networks import Adam
+from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
+SMALL = COMMON | {"batch_size": 16, "buffer_size": 10_000}
 MEAN, DEVIATION = np.float32([2.0, -30.0, 0.0]), np.float32([0.5, 4.0, 0.0])  # the last is the same everywhere
 
 
 def make_agent(double: bool = True, **changed: Any) -> TD3BC:
-    small = {name: SMALL["td3_bc"][name] for name in ("hidden", "batch_size")}
+    small = {name: SMALL[name] for name in ("hidden", "batch_size")}
     agent = TD3BC(Args(**({"dataset": str(PENDULUM)} | small | changed)), 3, 2, torch.device("cpu"))
     if double:
-        for network in (agent.actor, agent.actor_target, agent.critic, agent.critic_target, agent.obs_normalizer):
+        for network in (agent.actor, agent.target_actor, agent.critic, agent.target_critic, agent.obs_normalizer):
             network.double()
         agent.actor_optimizer = Adam(agent.actor.parameters(), 1e-3)
         agent.critic_optimizer = Adam(agent.critic.parameters(), 1e-3)
         with torch.no_grad():  # so that a target taken from an online network shows
-            for network in (agent.actor_target, agent.critic_target):
+            for network in (agent.target_actor, agent.target_critic):
                 for parameter in network.parameters():
                     parameter.mul_(1.3)
     return agent
@@ -51,8 +52,8 @@ def test_critic_loss_equals_an_independent_formula(critics: int) -> None:
     generator = torch.Generator()
     generator.set_state(agent.generator.get_state())
     noise = np.clip(0.8 * torch.randn(40, 2, generator=generator).double().numpy(), -0.5, 0.5)
-    smoothed = np.clip(policy(agent.actor_target, next_obs) + noise, -1, 1)
-    smallest = np.min(values(agent.critic_target, next_obs, smoothed, critics), axis=0)
+    smoothed = np.clip(policy(agent.target_actor, next_obs) + noise, -1, 1)
+    smallest = np.min(values(agent.target_critic, next_obs, smoothed, critics), axis=0)
     target = rewards + 0.99 * (1 - terminations) * smallest
     expected = sum(((q - target) ** 2).mean() for q in values(agent.critic, obs, actions, critics))
     assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
@@ -111,7 +112,7 @@ def test_actor_and_targets_move_at_every_second_update_only() -> None:
     agent, batch = make_agent(tau=0.1), make_batch()
     for update in range(1, 7):
         before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
-        agent.update(batch, agent.actor_is_due())
+        agent.update(batch, with_actor=update % 2 == 0)
         for name, parameter in parameters(agent):
             network, _, rest = name.partition(".")
             assert torch.equal(parameter, before[name]) == (update % 2 == 1 and network != "critic"), (update, name)
@@ -125,9 +126,9 @@ def test_updates_see_both_observations_normalised() -> None:
     agent, other, batch = make_agent(), make_agent(), make_batch(40)
     agent.obs_normalizer.set_statistics(MEAN, DEVIATION)
     by_hand = {name: torch.from_numpy(normalised(getattr(batch, name).numpy())) for name in ("obs", "next_obs")}
-    for _ in range(4):
-        agent.update(batch, agent.actor_is_due())
-        other.update(batch._replace(**by_hand), other.actor_is_due())
+    for update in range(1, 5):
+        agent.update(batch, with_actor=update % 2 == 0)
+        other.update(batch._replace(**by_hand), with_actor=update % 2 == 0)
     for (name, one), (_, two) in zip(parameters(agent), parameters(other), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-9, msg=name)
 
@@ -158,8 +159,8 @@ def test_critics_reach_the_values_of_a_known_mdp() -> None:
         buffer.add(states, rng.uniform(-1, 1, (3, 2)), [1.0, 0.0, 5.0], states[[1, 0, 0]], [0, 0, 1])
     obs = buffer.rows[:, :3].numpy()
     agent.obs_normalizer.set_statistics(obs.mean(0), obs.std(0))
-    for _ in range(1_500):
-        agent.update(buffer.sample(64, agent.generator), agent.actor_is_due())
+    for update in range(1, 1_501):
+        agent.update(buffer.sample(64, agent.generator), with_actor=update % 2 == 0)
     batch = buffer.sample(300, agent.generator)
     found = agent.critic(agent.obs_normalizer(batch.obs), batch.actions)
     expected = batch.obs @ torch.tensor([4 / 3, 2 / 3, 5.0]) / 100.0
@@ -178,26 +179,26 @@ def test_policy_reaches_the_balance_of_a_known_bandit(alpha: float) -> None:
     actions -= actions.mean(0)
     buffer.add(obs, actions, 5.0 + actions.sum(1), obs, np.ones(2_000))
     found = []
-    for _ in range(2_000):
-        agent.update(buffer.sample(64, agent.generator), agent.actor_is_due())
+    for update in range(1, 2_001):
+        agent.update(buffer.sample(64, agent.generator), with_actor=update % 2 == 0)
         found.append(agent.act(np.ones((1, 3), np.float32), deterministic=True)[0])
     expected = (np.sqrt(25 + 8 * alpha) - 5) / 4  # 0.002 and 0.427
     np.testing.assert_allclose(np.mean(found[-500:], axis=0), [expected] * 2, atol=0.03)
 
 
 def test_a_restored_agent_goes_on_bit_for_bit() -> None:
-    """The number of updates too: else a resumed run would move its actor at the odd ones."""
+    """With the moments of both optimisers and the noise: the next updates are equal."""
     agent, other = make_agent(False), make_agent(False, seed=2)
     agent.obs_normalizer.set_statistics(MEAN, DEVIATION)
     buffer, rng = ReplayBuffer(100, 3, 2), np.random.default_rng(0)
     parts = rng.normal(size=(100, 3)), rng.uniform(-1, 1, (100, 2)), rng.normal(size=100), rng.normal(size=(100, 3))
     buffer.add(*parts, np.zeros(100))
-    for _ in range(3):
-        agent.update(buffer.sample(16, agent.generator), agent.actor_is_due())
+    for update in range(1, 4):
+        agent.update(buffer.sample(16, agent.generator), with_actor=update % 2 == 0)
     restore(other, copy.deepcopy(state_of(agent)))  # as from a file: nothing shared
     for each in (agent, other):
-        for _ in range(3):
-            each.update(buffer.sample(16, each.generator), each.actor_is_due())
+        for update in range(4, 7):
+            each.update(buffer.sample(16, each.generator), with_actor=update % 2 == 0)
     assert same(state_of(agent), state_of(other))
 
 

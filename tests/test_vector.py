@@ -92,7 +92,7 @@ def test_terminations_and_truncations_arrive_apart(vectorizer: Any) -> None:
     envs.close()
 
 
-def test_non_finite_actions_end_the_run_before_they_reach_a_process() -> None:
+def test_non_finite_actions_never_reach_a_process() -> None:
     envs = make_vector("Pendulum-v1", 2, seed=0, vectorizer="async")
     envs.reset()
     with pytest.raises(RunError, match="non-finite actions"):

@@ -1,4 +1,4 @@
-"""bench/video.py: what is filmed, at which speed, and what is said where something is missing."""
+"""tools/video.py: what is filmed, at which speed, and what is said where something is missing."""
 
 import csv
 import shutil
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, module
 
-from bench import video
-from bench.video import Args, choose_renderer, seconds_per_step, watch
 from common.errors import InputError, RunError
 from envs.make import make
+from tools import video
+from tools.video import Args, choose_renderer, seconds_per_step, watch
 
 
 class Drawn(gym.Env[Any, Any]):
@@ -206,7 +206,7 @@ def test_an_mp4_is_as_long_as_its_episodes(balanced: Path, monkeypatch: pytest.M
         choose_renderer()
     except InputError as error:
         pytest.skip(str(error))
-    said = command(sys.executable, ROOT / "bench" / "video.py", balanced, "--episodes", "2")
+    said = command(sys.executable, ROOT / "tools" / "video.py", balanced, "--episodes", "2")
     assert said_returns(said) == pytest.approx(last_returns(balanced), abs=0.051)
     reader = ffmpeg.read_frames(str(balanced / "video.mp4"))
     facts, frames = next(reader), [np.frombuffer(frame, np.uint8) for frame in reader]
@@ -218,5 +218,5 @@ def test_an_mp4_is_as_long_as_its_episodes(balanced: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(shutil.which("xvfb-run") is None, reason="xvfb-run is not installed")
 def test_the_viewer_opens_and_closes(balanced: Path):
-    said = command("xvfb-run", "-a", sys.executable, ROOT / "bench" / "video.py", balanced, "--play", "--episodes", "2")
+    said = command("xvfb-run", "-a", sys.executable, ROOT / "tools" / "video.py", balanced, "--play", "--episodes", "2")
     assert said_returns(said) == pytest.approx(last_returns(balanced), abs=0.051)

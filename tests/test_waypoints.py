@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from common.errors import InputError
+from envs.d4rl import WALLS
 from envs.make import make
-from offline.environments import WALLS, environment_of
-from offline.policies import load_policy
-from offline.waypoints import ARRIVED, Waypoints
+from offline.environments import environment_of
+from tools.policies import load_policy
+from tools.waypoints import ARRIVED, Waypoints
 
 
 @pytest.mark.parametrize("maze", WALLS)

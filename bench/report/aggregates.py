@@ -1,0 +1,143 @@
+"""Tables of what was learned online, and statistics across environments or datasets.
+
+Returns of online runs are divided by the return that was published of the same algorithm in the same environment after
+a million steps: 1 is the published result. Datasets have their normalised scores.
+"""
+
+import statistics
+from collections import defaultdict
+from itertools import combinations
+
+import numpy as np
+
+from bench.report.curves import Curve, Curves, number_of, online, published, there
+from bench.report.intervals import (
+    MIN_SEEDS_FOR_CI,
+    Estimate,
+    Values,
+    estimate,
+    improvement,
+    interquartile_mean,
+    profile,
+)
+from bench.report.tables import Table
+
+STEPS = (100_000, 300_000, 1_000_000)
+Runs = dict[str, dict[str, list[float]]]  # algorithm to environment or dataset to each seed's score
+
+
+def reached(curves: Curves, step: int) -> Runs:
+    """The scores at `step` of the seeds that got there."""
+    runs: Runs = defaultdict(dict)
+    for (algo, task), seeds in curves.items():
+        if values := list(there(seeds, step).values()):
+            runs[algo][task] = values
+    return runs
+
+
+def online_runs(step: int) -> tuple[Runs, Runs]:
+    """Ours and the published at `step`, by the published mean after the last of STEPS, where there is one."""
+    theirs = published()
+    unit = {key: np.mean(list(there(seeds, STEPS[-1]).values())) for key, seeds in theirs.items()}
+    ours = {key: seeds for key, seeds in online().items() if key in unit}
+    both: list[Runs] = [reached(ours, step), reached({key: theirs[key] for key in ours}, step)]
+    for runs in both:
+        for algo, tasks in runs.items():
+            runs[algo] = {env: [float(value / unit[algo, env]) for value in values] for env, values in tasks.items()}
+    return both[0], both[1]
+
+
+def only_means() -> set[str]:
+    """The algorithms of whose published runs there is no more than their mean."""
+    return {algo for (algo, _), seeds in published().items() if any(seed.startswith("mean") for seed in seeds)}
+
+
+def beside(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tuple[str, str]:
+    """On how many tasks and seeds both were run, and the probability that a run of the first is the better one."""
+    both = [task for task in ours if task in theirs]
+    if not both:
+        return "", "not run"
+    tasks = [ours[task] for task in both], [theirs[task] for task in both]
+    seeds = [" + ".join(str(len(seeds)) for seeds in side) for side in tasks]
+    return f"{len(both)}: {seeds[0]} and {seeds[1]}", estimate(improvement, [*tasks[0], *tasks[1]]).text(2)
+
+
+def online_aggregates() -> Table:
+    """Interquartile means over the environments, ours beside the published, and the probability of being better."""
+    heads = "", "steps", "onramp", "published", "a run of onramp is better", "environments: seeds of each"
+    table = Table(heads)
+    for algo in sorted({algo for algo, _ in online()}):
+        for step in STEPS:
+            ours, theirs = (runs.get(algo, {}) for runs in online_runs(step))
+            if not ours:
+                table.rows.append([algo.upper(), f"{step:,}", "not run", "", "", ""])
+                continue
+            cells = [estimate(interquartile_mean, list(runs.values())).text(2) for runs in (ours, theirs)]
+            seeds = f"{len(ours)}: {' + '.join(str(len(values)) for values in ours.values())}"
+            better = "only means were published" if algo in only_means() else beside(ours, theirs)[1]
+            table.rows.append([algo.upper(), f"{step:,}", *cells, better, seeds])
+    return table
+
+
+def improvements(runs: Runs, names: dict[str, str]) -> Table:
+    """Every algorithm of `names` against every later one, on the tasks that both were run on; scores of one task have
+    one unit.
+    """
+    table = Table(("", "probability", "tasks: seeds of each"))
+    for a, b in combinations([name for name in names if name in runs], 2):
+        tasks, probability = beside(runs[a], runs[b])
+        table.rows.append([f"{names[a]} better than {names[b]}", probability, tasks])
+    return table
+
+
+def profiles(runs: dict[str, dict[str, list[float]]]) -> tuple[Values, dict[str, Estimate]]:
+    """Thresholds from 0 to above the best run, and of each of `runs` the share above them."""
+    best = max(max(seeds) for tasks in runs.values() for seeds in tasks.values())
+    thresholds = np.linspace(0.0, 1.05 * best, 106)
+    return thresholds, {name: estimate(profile(thresholds), list(tasks.values())) for name, tasks in runs.items()}
+
+
+def spread(seeds: dict[str, Curve], step: int) -> str:
+    """Mean ± standard deviation over the seeds that got there, and how many those are."""
+    found = there(seeds, step)
+    if not found:
+        return "not run"
+    deviation = f" ± {statistics.stdev(found.values()):,.0f}" if len(found) > 1 else ""
+    return f"{statistics.mean(found.values()):,.0f}{deviation} ({number_of(found)})"
+
+
+def interquartile(seeds: dict[str, Curve], step: int) -> str:
+    """Interquartile mean over the seeds that got there, and its 95 % interval, of four or more."""
+    values = list(there(seeds, step).values())
+    return estimate(interquartile_mean, [values]).text() if len(values) >= MIN_SEEDS_FOR_CI else ""
+
+
+def learning_table() -> Table:
+    """Return at equal steps, ours beside the published."""
+    table = Table(("", "steps", "onramp", "interquartile mean", "published"))
+    theirs = published()
+    for (algo, env), seeds in online().items():
+        for step in STEPS:
+            row = spread(seeds, step), interquartile(seeds, step), spread(theirs[algo, env], step)
+            table.rows.append([f"{algo.upper()}, {env}", f"{step:,}", *row])
+    return table
+
+
+def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...]) -> Table:
+    """Return at equal steps of an algorithm's defaults and of another setting, in results/ablations/<other>.
+
+    The last column is the probability that a run of the other setting returns more than one of the defaults.
+    """
+    table = Table(("", "steps", "defaults", label, "probability of improvement"))
+    kept, changed = online(), online("ablations")
+    pairs = {env: (seeds, kept[algo, env]) for (name, env), seeds in sorted(changed.items()) if name == other}
+    for step in steps:
+        found = {env: [list(there(seeds, step).values()) for seeds in pair] for env, pair in pairs.items()}
+        found = {env: values for env, values in found.items() if all(values)}
+        for env, values in found.items():
+            theirs, ours = (f"{spread(seeds, step)}; {interquartile(seeds, step)}".strip("; ") for seeds in pairs[env])
+            table.rows.append([env, f"{step:,}", ours, theirs, estimate(improvement, values).text(2)])
+        if len(found) > 1:
+            overall = estimate(improvement, [values[i] for i in (0, 1) for values in found.values()])
+            table.rows.append(["all", f"{step:,}", "", "", overall.text(2)])
+    return table

@@ -1,0 +1,106 @@
+"""Keeps what the report needs of runs, and reads it: config.json, without the folders of this machine, and every
+evaluation episode in evaluations.csv.gz.
+
+python bench/report/archive_run.py runs/iql__hopper-medium__1 results/offline/iql/hopper-medium/1
+
+A folder of results that holds evaluations.csv itself is brought into the same form by naming it twice.
+"""
+
+import csv
+import gzip
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+
+from common.checkpoint import replacing
+from common.command_line import command_line
+from common.errors import InputError
+from common.run_folder import CONFIG, EVALUATIONS, METRICS, read_config, read_evaluations
+
+PATHS = ("dataset", "run_dir", "init_from")
+KEPT_EVALUATIONS = f"{EVALUATIONS}.gz"
+
+
+class Kept(NamedTuple):
+    """A run in results/: what learned what with which seed, its config.json, and a row for each evaluation episode."""
+
+    algo: str
+    task: str
+    seed: str
+    config: dict[str, Any]
+    rows: list[dict[str, str]]
+
+
+def keep(run: Path, kept: Path) -> None:
+    """Write what the report needs of `run` to `kept`.
+
+    Of a path only the last part stays, or the last three if that part is a seed. Of the run's own folder nothing
+    stays, and of metrics.csv how long the run took. Raises InputError if config.json is not a run's.
+    """
+    config = read_config(run, "does not hold a run's arguments: give a run folder")
+    arguments = config["arguments"]
+    paths = {name: Path(str(arguments[name])) for name in PATHS if arguments.get(name)}
+    arguments |= {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
+    arguments.pop("run_dir", None)
+    if (run / METRICS).exists():
+        config["time"] = time_taken(run / METRICS, -arguments.get("offline_steps", 0))
+    kept.mkdir(parents=True, exist_ok=True)
+    for name, data in (
+        (CONFIG, (json.dumps(config, indent=2) + "\n").encode()),
+        (KEPT_EVALUATIONS, gzip.compress((run / EVALUATIONS).read_bytes(), mtime=0)),
+    ):
+        with replacing(kept / name) as file:
+            file.write(data)
+    if run.resolve() == kept.resolve():
+        (run / EVALUATIONS).unlink()
+
+
+def time_taken(metrics: Path, first_step: int) -> dict[str, float]:
+    """Wall-clock seconds, evaluations included, and the median of the steps per second, both of the log's intervals:
+    what a run did again after it was killed is not in the log, and not here.
+    """
+    seconds, rates, before = 0.0, [], first_step
+    with metrics.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["name"] == "time/steps_per_second":
+                step, rate = int(row["step"]), float(row["value"])
+                seconds, before = seconds + (step - before) / rate, step
+                rates.append(rate)
+    return {"seconds": round(seconds, 1), "steps_per_second": round(statistics.median(rates), 1)} if rates else {}
+
+
+def kept_runs(folder: Path) -> Iterator[Kept]:
+    """All of folder/<algorithm>/<environment or dataset>/<seed>/, in order. Raises InputError for one that `keep` did
+    not write, so that no run is left out without a word.
+    """
+    for config in sorted(folder.glob(f"*/*/*/{CONFIG}")):
+        where, (algo, task, seed) = config.parent, config.parts[-4:-1]
+        if not (where / KEPT_EVALUATIONS).exists():
+            raise InputError(f"{where} has no {KEPT_EVALUATIONS}: python bench/report/archive_run.py {where} {where}")
+        rows = read_evaluations(where / KEPT_EVALUATIONS)
+        yield Kept(algo, task, seed, json.loads(config.read_text()), rows)
+
+
+@dataclass(frozen=True)
+class Args:
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run folder, which holds config.json and evaluations.csv."""
+    kept: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="KEPT")]
+    """The folder to keep it in: results/<...>/<algorithm>/<environment or dataset>/<seed>."""
+
+
+def main(args: Args) -> None:
+    """Keeps a run. Raises InputError if a file that it needs is missing."""
+    for name in (CONFIG, EVALUATIONS):
+        if not (args.run / name).is_file():
+            raise InputError(f"{args.run} has no {name}: give a run folder, then the folder to keep it in")
+    keep(args.run, args.kept)
+
+
+if __name__ == "__main__":
+    command_line(main, Args)

@@ -1,0 +1,270 @@
+"""How many more seeds are needed to say that A beats B: AdaStop's sequential test on run folders, and driving a sweep.
+
+    python bench/report/compare.py results --names sac td3 --tasks Hopper-v4     # what the runs that are there decide
+    make compare SUITE=online-1m ARGS="--names sac td3 --tasks Hopper-v4"     # runs more seeds until it is decided
+
+Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. Seeds 1 to N are the first interim's, N +
+1 to 2N the second's, and so on: no seed is chosen by its score. docs/compare.md says what is guaranteed and what not.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+
+from bench.report.adastop import Design, Found, Pair, Scores, decide
+from bench.report.curves import Curve, at, means
+from bench.sweep import sweep
+from bench.sweep.suite import jobs, read_suite
+from common import run_folder
+from common.arguments import at_least
+from common.command_line import command_line
+from common.errors import InputError, RunError
+
+Run = tuple[str, str, int]  # name, task, seed
+EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # a run's own, or as bench/report/archive_run.py keeps it
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to compare, and how sure to be."""
+
+    folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
+    """Holds <name>/<task>/<seed>/; with --suite, <suite>/<name>/<task>/<seed>/."""
+    suite: str | None = None
+    """Run the seeds that are needed, of this suite; otherwise only say which they are."""
+    names: tuple[str, ...] = ()
+    """Two or more; those in the folder or the suite unless given."""
+    tasks: tuple[str, ...] = ()
+    """Several are one comparison, over all of them; those that all names have unless given."""
+    against: str | None = None
+    """Compare all others with this one only, not with each other."""
+    column: Literal["return", "normalized_score", "success"] = "return"
+    """What counts."""
+    step: int | None = None
+    """Score at this step, between evaluations on a line; the last that any of the runs evaluated at unless given."""
+    last: int = 1
+    """Mean over so many evaluations, up to that step."""
+    seeds: int = 5
+    """N, new seeds of each name at every interim."""
+    interims: int = 5
+    """K, interims at most: with K·N seeds it ends."""
+    alpha: float = 0.05
+    """The chance, at most, that any two equal ones are called different."""
+
+    @property
+    def design(self) -> Design:
+        return Design(self.seeds, self.interims, self.alpha)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The decisions so far, and what they rest on."""
+
+    names: tuple[str, ...]
+    tasks: tuple[str, ...]
+    steps: dict[str, int | None]
+    """Of each task, the step of its scores; None where there are none."""
+    scores: dict[Run, float]
+    found: Found
+    design: Design
+
+
+def compare(args: Args) -> Comparison:
+    """Reads the scores that are there and applies the test. Raises InputError where something does not fit."""
+    there = [] if args.names and args.tasks else runs_in(args.folder)
+    names, tasks = chosen(args, str(args.folder), there)
+    pairs = [pair for pair in itertools.combinations(names, 2) if args.against in (None, *pair)]
+    scores: dict[Run, float] = {}
+    steps: dict[str, int | None] = {}
+    for task in tasks:
+        read, steps[task] = read_scores(args, names, task)
+        scores.update(read)
+    blocks = {name: _blocks(scores, name, tasks, args.design) for name in names}
+    return Comparison(names, tasks, steps, scores, decide(blocks, pairs, args.design), args.design)
+
+
+def runs_in(folder: Path) -> list[tuple[str, str]]:
+    """Return the (name, task) of every run in a folder, sorted. Raises InputError if it holds none or is absent."""
+    paths = {path.parent.parent for path in folder.glob(f"*/*/*/{EVALUATIONS}")}
+    if not paths:
+        raise InputError(
+            f"{folder} holds no run, <name>/<task>/<seed>/evaluations.csv: give the folder of a sweep's suite, or the "
+            "--suite to run"
+        )
+    return sorted((path.parent.name, path.name) for path in paths)
+
+
+def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names and the tasks to compare: those given, else those that `where` has.
+
+    `there`: the (name, task) of each of its runs. Raises InputError if they are no comparison.
+    """
+    names = args.names or tuple(dict.fromkeys(name for name, _ in there))
+    if len(set(names)) < 2 or len(set(names)) < len(names):
+        found = ("you gave " if args.names else f"{where} has only ") + ", ".join(names)
+        raise InputError(f"a comparison needs two or more different --names: {found}")
+    if args.against not in (None, *names):
+        raise InputError(f"--against is {args.against}: give one of {', '.join(names)}")
+    tasks = args.tasks or tuple(
+        task for task in dict.fromkeys(task for _, task in there) if {(name, task) for name in names} <= {*there}
+    )
+    if not tasks:
+        raise InputError(f"{where} has no task that {', '.join(names)} all have: give other --names, or --tasks")
+    return names, tasks
+
+
+def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, float], int | None]:
+    """The score of each finished run on a task, by (name, task, seed), and the step they are taken at.
+
+    A run that has not got to that step, or still has a checkpoint and no DONE, is not there yet.
+    """
+    curves = {}
+    for name in names:
+        for path in (args.folder / name / task).glob(f"*/{EVALUATIONS}"):
+            unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
+            if path.parent.name.isdecimal() and not unfinished:
+                curves[name, task, int(path.parent.name)] = read_curve(path, args.column)
+    if not curves:
+        return {}, args.step
+    step = args.step if args.step is not None else max(max(curve) for curve in curves.values())
+    scores = {}
+    for run, curve in curves.items():
+        evaluations = [curve[s] for s in sorted(curve) if s <= step][-args.last :]
+        if (score := at(curve, step)) is not None and len(evaluations) == args.last:
+            scores[run] = score if args.last == 1 else float(np.mean(evaluations))
+    return scores, step
+
+
+def read_curve(path: Path, column: str) -> Curve:
+    """Step to the mean over the evaluation's episodes. Raises InputError where the file does not give that."""
+    try:
+        curve = means(run_folder.read_evaluations(path), lambda row: float(row[column]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} does not give {column} as numbers by step ({error}): try another --column") from None
+    if not curve or not np.isfinite(list(curve.values())).all():
+        raise InputError(
+            f"{path} holds no evaluation, or one that is not finite: move that run's folder away and train it again"
+        )
+    return curve
+
+
+def _blocks(scores: dict[Run, float], name: str, tasks: Sequence[str], design: Design) -> Scores:
+    """[tasks, seeds]: the name's scores of seeds 1, 2, ... as far as whole interims of all tasks are there."""
+    there = itertools.takewhile(lambda seed: all((name, t, seed) in scores for t in tasks), itertools.count(1))
+    whole = len(list(there)) // design.seeds * design.seeds
+    return np.array([[scores[name, task, seed] for seed in range(1, whole + 1)] for task in tasks], float)
+
+
+def next_seeds(comparison: Comparison) -> list[Run]:
+    """The runs that the next interim lacks, seeds outermost; none once all is decided or the last interim is over."""
+    found, design = comparison.found, comparison.design
+    if found.interims == design.interims:
+        return []
+    names = [name for name in comparison.names if any(name in pair for pair in found.undecided)]
+    seeds = range(1, (found.interims + 1) * design.seeds + 1)
+    runs = [(name, task, seed) for seed in seeds for name in names for task in comparison.tasks]
+    return [run for run in runs if run not in comparison.scores]
+
+
+def until_decided(args: Args, run: Callable[[list[Run]], None]) -> Comparison:
+    """Lets `run` make the runs that are needed, until all is decided or the limit is reached.
+
+    Raises RunError where `run` came back and its runs are still not there.
+    """
+    asked: list[Run] = []
+    while True:
+        comparison = compare(args)
+        sys.stdout.write(report(comparison))
+        needed = next_seeds(comparison)
+        if lacking := set(needed) & set(asked):
+            listed = ", ".join(f"{name}/{task}/{seed}" for name, task, seed in sorted(lacking))
+            raise RunError(f"{listed} ended before the step that is compared: give --step, or the same steps to all")
+        if not needed:
+            return comparison
+        run(needed)
+        asked = needed
+
+
+def report(comparison: Comparison) -> str:
+    """A line for each pair, and one for each name whose seeds are still needed."""
+    found, design = comparison.found, comparison.design
+    at = ", ".join(task if step is None else f"{task} at step {step:,}" for task, step in comparison.steps.items())
+    lines = [f"{at}: {found.interims} of {design.interims} interims of {design.seeds} seeds"]
+    for pair in itertools.combinations(comparison.names, 2):
+        if pair in found.better or pair in found.undecided:
+            lines.append(f"  {pair[0]} against {pair[1]}: {_decision(pair, comparison)}")
+    needed = next_seeds(comparison)
+    for name, task in dict.fromkeys((name, task) for name, task, _ in needed):
+        seeds = " ".join(str(seed) for n, t, seed in needed if (n, t) == (name, task))
+        lines.append(f"  next: {name} on {task}, seeds {seeds}")
+    return "\n".join(lines) + "\n"
+
+
+def _decision(pair: Pair, comparison: Comparison) -> str:
+    found, design = comparison.found, comparison.design
+    if pair in found.better:
+        decision = "better" if found.better[pair] == pair[0] else "worse"
+    elif found.interims == design.interims:
+        decision = f"equal within the limit: no difference shown by {design.interims * design.seeds} seeds"
+    else:
+        decision = "undecided"
+    means = []
+    for name in pair:
+        values = [score for (n, _, _), score in comparison.scores.items() if n == name]
+        means.append(f"{np.mean(values):,.1f} ({len(values)} runs)" if values else "not run")
+    return f"{decision}; mean {' and '.join(means)}"
+
+
+def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
+    """What a suite says, and how its runs are made."""
+    suite, entries = read_suite(name)
+    seeds = list(range(1, args.seeds * args.interims + 1))
+    found = jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
+    by_run = {(job.folder.parts[-3], job.folder.parts[-2], job.seed): job for job in found}
+    there = list(dict.fromkeys((name, task) for name, task, _ in by_run))
+    refuse_unknown(args, f"suite {suite}", there, "to run a new one, add it to that suite")
+    names, tasks = chosen(args, f"suite {suite}", there)
+    if lacking := [f"{name} on {task}" for name in names for task in tasks if (name, task, 1) not in by_run]:
+        raise InputError(f"suite {suite} does not run {', '.join(lacking)}: give other --names or --tasks")
+
+    def run(needed: list[Run]) -> None:
+        of_now = sweep.Sweep([by_run[one] for one in needed if not sweep.is_done(by_run[one])])
+        sweep.execute(of_now, sweep.Args(name, args.folder))
+        if of_now.failed:
+            raise RunError(f"{len(of_now.failed)} runs failed; the same command starts them again\n{of_now.table()}")
+
+    return dataclasses.replace(args, folder=args.folder / suite, names=names, tasks=tasks), run
+
+
+def refuse_unknown(args: Args, where: str, there: Sequence[tuple[str, str]], cure: str) -> None:
+    """Raise InputError for the first of --names and --tasks that no run in `there` has: a typing error is not new."""
+    for flag, given, column in (("--names", args.names, 0), ("--tasks", args.tasks, 1)):
+        known = sorted({pair[column] for pair in there})
+        for each in given:
+            if each not in known:
+                close = difflib.get_close_matches(each, known, n=3)
+                hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
+                raise InputError(f"{where} has no run of {each}, which {flag} names: {hint}\n{cure}")
+
+
+def main(args: Args) -> None:
+    at_least(1, last=args.last)
+    at_least(0, step=args.step)
+    if args.suite is None:
+        new = "to run a new one, add it to a suite and give that --suite"
+        refuse_unknown(args, str(args.folder), runs_in(args.folder), new)
+        sys.stdout.write(report(compare(args)))
+    else:
+        until_decided(*of_suite(args, args.suite))
+
+
+if __name__ == "__main__":
+    command_line(main, Args)

@@ -1,0 +1,300 @@
+"""results/report.html: the figures and tables on one page that holds all it needs and makes no request."""
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from bench.report import curves
+from bench.report.aggregates import (
+    STEPS,
+    improvements,
+    learning_table,
+    online_aggregates,
+    online_runs,
+    only_means,
+    profiles,
+    reached,
+)
+from bench.report.archive_run import Kept, kept_runs
+from bench.report.curves import (
+    Curve,
+    Curves,
+    aligned,
+    behaviour,
+    by_updates,
+    number_of,
+    online,
+    published,
+    scores,
+    successes,
+    there,
+)
+from bench.report.figures import (
+    COLOURS,
+    GREY,
+    Line,
+    data_uri,
+    learning_figure,
+    points_figure,
+    profile_figure,
+    scores_figure,
+)
+from bench.report.intervals import MIN_SEEDS_FOR_CI, estimate, interquartile_mean
+from bench.report.offline_report import (
+    ALGORITHMS,
+    UPDATES,
+    d3rlpy_table,
+    expo_differences,
+    expo_table,
+    offline_table,
+    online_table,
+    wsrl_table,
+)
+from bench.report.tables import Table
+from bench.sweep.suite import PEER, Planned, labels, planned
+
+FOLDERS = ("", "offline", "online", "wsrl", "wsrl-longer", "expo", "ablations")
+ONLINE = labels("online-1m")
+
+
+class Study(NamedTuple):
+    """A suite, the title of its comparison, and the curves of its runs that are in results/."""
+
+    title: str
+    suite: str
+    curves: Callable[[], Curves]
+
+
+STUDIES = (
+    Study("Online", "online-1m", online),
+    Study("Offline", "offline-own", by_updates),
+    Study("From offline to online", "off2on-own", lambda: scores("online")),
+    Study("WSRL's comparison", "wsrl", lambda: scores("wsrl")),
+    Study("WSRL's comparison, longer", "wsrl-longer", lambda: scores("wsrl-longer")),
+    Study("EXPO's comparison", "expo", lambda: scores("expo")),
+)
+
+
+class Image:
+    """A figure, and what it shows in words."""
+
+    def __init__(self, figure: Figure, text: str) -> None:
+        self.text, self.uri = text, data_uri(figure)
+        self.width, self.height = (round(72 * inches) for inches in figure.get_size_inches())
+
+
+def whole_page() -> str:
+    """Return the whole page; the same data give the same bytes."""
+    kept = [(folder, run) for folder in FOLDERS for run in kept_runs(curves.RESULTS / folder)]
+    loader = FileSystemLoader(Path(__file__).parent)
+    jinja = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return jinja.get_template("page.html").render(
+        episodes=f"{sum(len(run.rows) for _, run in kept):,}",
+        runs=len(kept),
+        enough=MIN_SEEDS_FOR_CI,
+        online_curves=images(online_curves()),
+        learning=learning_table(),
+        published=published_table(),
+        online_aggregates=online_aggregates(),
+        online_profiles=images(online_profiles()),
+        online_improvements=[(step, improvements(reached(online(), step), ONLINE)) for step in STEPS],
+        offline_curves=images(offline_curves()),
+        offline=offline_table(),
+        d3rlpy=d3rlpy_table(),
+        offline_aggregates=images(offline_aggregates()),
+        offline_improvements=[(n, improvements(reached(by_updates(), n), ALGORITHMS)) for n in UPDATES],
+        switch_curves=images(switch_curves()),
+        switch=online_table(),
+        wsrl=wsrl_table(),
+        wsrl_longer=wsrl_table("wsrl-longer"),
+        expo=expo_table(),
+        expo_differences=expo_differences(),
+        expo_successes=expo_table(successes),
+        expo_differences_of_successes=expo_differences(successes),
+        missing=missing(),
+        machines=machines_table([run for _, run in kept]),
+        all_runs=runs_table(kept),
+    )
+
+
+def images(figures: Iterator[tuple[Figure, str]]) -> list[Image]:
+    """Return figures and their words as the page shows them."""
+    return [Image(figure, text) for figure, text in figures]
+
+
+def online_curves() -> Iterator[tuple[Figure, str]]:
+    theirs = published()
+    for (algo, env), seeds in online().items():
+        text = f"Return of {algo.upper()} on {env} over environment steps: onramp ends at {ends(seeds)}"
+        yield learning_figure(algo, env, seeds, theirs[algo, env]), text
+
+
+def online_profiles() -> Iterator[tuple[Figure, str]]:
+    """Of each algorithm, ours and the published runs at the last step that ours got to."""
+    for algo, name in ONLINE.items():
+        got = [step for step in STEPS if algo in online_runs(step)[0]]
+        if not got:
+            continue
+        ours, theirs = (runs[algo] for runs in online_runs(got[-1]))
+        runs = {"onramp": ours} | ({} if algo in only_means() else {"published": theirs})
+        thresholds, found = profiles(runs)
+        lines = {
+            "onramp": Line("onramp", COLOURS[list(ONLINE).index(algo)]),
+            "published": Line("published", GREY, "--"),
+        }
+        figure = profile_figure(
+            f"{name}, {got[-1]:,} steps", "return, the published one at a million being 1", thresholds,
+            {lines[who]: profile for who, profile in found.items()},
+        )  # fmt: skip
+        seeds = ", ".join(f"{who} {sum(map(len, tasks.values()))}" for who, tasks in runs.items())
+        yield (
+            figure,
+            f"Performance profile of {name} after {got[-1]:,} steps over {len(ours)} environments; runs: {seeds}",
+        )
+
+
+def offline_curves() -> Iterator[tuple[Figure, str]]:
+    found = by_updates()
+    for dataset in sorted({dataset for _, dataset in found}):
+        own = {algo: found[algo, dataset] for algo in ALGORITHMS if (algo, dataset) in found}
+        lines = {algorithm_line(algo): seeds for algo, seeds in own.items()}
+        text = "; ".join(f"{ALGORITHMS[algo]} ends at {ends(seeds, 1)}" for algo, seeds in own.items())
+        yield scores_figure(dataset, "updates", lines, behaviour(dataset)), f"Score on {dataset} over updates: {text}"
+
+
+def offline_aggregates() -> Iterator[tuple[Figure, str]]:
+    """Interquartile means and profiles, at the last number of updates, of the algorithms run on every dataset."""
+    runs = reached(by_updates(), UPDATES[-1])
+    datasets = {dataset for tasks in runs.values() for dataset in tasks}
+    whole = {algo: runs[algo] for algo in ALGORITHMS if set(runs.get(algo, ())) == datasets}
+    if not whole:
+        return
+    means = {algo: estimate(interquartile_mean, list(tasks.values())) for algo, tasks in whole.items()}
+    after = f"after {UPDATES[-1]:,} updates, over {len(datasets)} datasets"
+    said = "; ".join(f"{ALGORITHMS[algo]} {found.text(1)}" for algo, found in means.items())
+    points = [(algorithm_line(algo), found) for algo, found in means.items()]
+    yield points_figure("Interquartile mean", "score", points), f"Interquartile mean {after}: {said}"
+    thresholds, found = profiles(whole)
+    profile = {algorithm_line(algo): shares for algo, shares in found.items()}
+    seeds = ", ".join(f"{ALGORITHMS[algo]} {sum(map(len, tasks.values()))}" for algo, tasks in whole.items())
+    yield (
+        profile_figure("Performance profile", "score", thresholds, profile),
+        f"Performance profile {after}; runs: {seeds}",
+    )
+
+
+def switch_curves() -> Iterator[tuple[Figure, str]]:
+    """Scores before and behind the switch, of all runs that went on online."""
+    for folder, suite in (("online", "off2on-own"), ("wsrl", "wsrl"), ("wsrl-longer", "wsrl-longer"), ("expo", "expo")):
+        found, names = scores(folder), labels(suite)
+        for dataset in sorted({dataset for _, dataset in found}):
+            own = {names.get(algo, algo): seeds for (algo, of), seeds in found.items() if of == dataset}
+            styles = [(colour, style) for style in ("-", "--", ":") for colour in COLOURS]
+            lines = {Line(name, *style): seeds for (name, seeds), style in zip(own.items(), styles, strict=False)}
+            text = "; ".join(f"{name} ends at {ends(seeds, 1)}" for name, seeds in own.items())
+            title = dataset + ("" if folder == "online" else f", {folder.partition('-')[0].upper()}'s comparison")
+            figure = scores_figure(title, "steps from the switch", lines, None)
+            yield figure, f"Score on {dataset} before and behind the switch: {text}"
+
+
+def published_table() -> Table:
+    """Where the published curves come from, what they were measured on, and how far they go."""
+    where: dict[tuple[str, str, str, str], list[str]] = {}
+    with (curves.RESULTS / "published.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            seeds = where.setdefault((row["algo"], row["env"], row["measured_on"], row["source"]), [])
+            if row["seed"] not in seeds:
+                seeds.append(row["seed"])
+    table = Table(("", "measured on", "seeds", "steps", f"return at {STEPS[-1]:,}", "source"))
+    for (algo, env, measured_on, source), seeds in sorted(where.items()):
+        runs = published()[algo, env]
+        last = min(max(curve) for curve in runs.values())
+        mean = np.mean(list(there(runs, STEPS[-1]).values()))
+        numbers = str(number_of(seeds)), f"{last:,}", f"{mean:,.0f}"
+        table.rows.append([f"{algo.upper()}, {env}", measured_on, *numbers, source])
+    return table
+
+
+def machines_table(kept: list[Kept]) -> Table:
+    """How many runs were made where, and with what."""
+    machines = Counter(map(machine, kept))
+    versions = Counter(", ".join(f"{name} {v}" for name, v in run.config["versions"].items()) for run in kept)
+    rows = [(str(n), what) for found in (machines, versions) for what, n in sorted(found.items())]
+    return Table(("runs", "machine, or versions"), [*rows])
+
+
+def runs_table(kept: list[tuple[str, Kept]]) -> Table:
+    """What each run was, and where."""
+    heads = "", "seed", "steps", "episodes an evaluation", "hours", "steps/s", "threads", "commit", "episodes"
+    return Table(heads, [run_row(folder, run) for folder, run in kept])
+
+
+def run_row(folder: str, run: Kept) -> list[str]:
+    steps = [int(row["step"]) for row in run.rows]
+    time = run.config.get("time")
+    unknown = "not recorded", "not recorded"
+    took = (f"{time['seconds'] / 3600:.2f}", f"{time['steps_per_second']:,.1f}") if time else unknown
+    threads = run.config.get("hardware", run.config).get("threads", "not recorded")
+    what = "/".join(filter(None, (folder, run.algo, run.task)))
+    commit = run.config.get("commit", "not ours")[:8]
+    cells = (
+        what, run.seed, f"{min(steps):,} to {max(steps):,}", max(Counter(steps).values()), *took, threads, commit,
+        len(steps),
+    )  # fmt: skip
+    return list(map(str, cells))
+
+
+def machine(run: Kept) -> str:
+    """In words, what config.json has of it."""
+    if (found := run.config.get("hardware")) is None:
+        return "not recorded"
+    return f"{found['cpu']}, {found['cores']} cores{', ' + found['gpu'] if found['gpu'] else ''}"
+
+
+def algorithm_line(algo: str) -> Line:
+    return Line(ALGORITHMS[algo], COLOURS[list(ALGORITHMS).index(algo)], "--" if algo.startswith(PEER) else "-")
+
+
+def ends(seeds: dict[str, Curve], digits: int = 0) -> str:
+    """Where the curves end, for who cannot see them."""
+    steps, values = aligned(seeds)
+    final = [f"{value:,.{digits}f}" for value in values[:, -1]]
+    if len(final) >= MIN_SEEDS_FOR_CI:
+        return f"{estimate(interquartile_mean, [values[:, -1]]).text(digits)} after {steps[-1]:,}"
+    return f"{' and '.join(final)} after {steps[-1]:,}"
+
+
+def missing() -> list[tuple[str, list[str], list[tuple[str, str]]]]:
+    """Return of each study its title, what is planned on which tasks, and of each label what is missing."""
+    found = []
+    for title, suite, curves_of in STUDIES:
+        runs, plans = curves_of(), planned(suite)
+        least: dict[str, Planned] = {}
+        for task, plan in (pair for tasks in plans.values() for pair in tasks.items()):
+            least[task] = min(least.get(task, plan), plan)
+        groups = [(each, [task for task in least if least[task] == each]) for each in dict.fromkeys(least.values())]
+        asked = [f"{seeds} seeds on each of {', '.join(tasks)}, to {step:,}" for (seeds, step), tasks in groups]
+        names = labels(suite).items()
+        lacks = [(label, missing_runs({t: runs.get((n, t), {}) for t in plans[n]}, plans[n])) for n, label in names]
+        found.append((title, asked, lacks))
+    return found
+
+
+def missing_runs(found: dict[str, dict[str, Curve]], plan: dict[str, Planned]) -> str:
+    """Return in words the tasks on which fewer seeds than planned got to the planned step."""
+    unfinished, unknown = [], [task for task in plan if not found.get(task)]
+    for task, (wanted, step) in plan.items():
+        seeds = found.get(task, {})
+        early = [max(curve) for curve in seeds.values() if max(curve) < step]
+        if seeds and len(seeds) - len(early) < wanted:
+            more = f" ({len(early)} more, to {max(early):,} at most)" if early else ""
+            unfinished.append(f"{task}: {len(seeds) - len(early)} of {wanted} seeds{more}")
+    if len(unknown) == len(plan):
+        return "not run"
+    return "; ".join(unfinished + ([f"not run: {', '.join(unknown)}"] if unknown else [])) or "complete"

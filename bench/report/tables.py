@@ -1,0 +1,18 @@
+"""A table, as text for Markdown; page.html shows the same one as HTML."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Table:
+    """Cells by row. A table without rows is of something that was not run."""
+
+    heads: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """Return the lines of a Markdown table."""
+        rows = self.rows or [["not run", *[""] * (len(self.heads) - 1)]]
+        first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (self.heads, *rows))
+        return "\n".join([first, "|---" * len(self.heads) + "|", *others])

@@ -1,0 +1,295 @@
+"""Several programs timed in alternation on one machine, each stopped while another runs.
+
+A machine's speed drifts by a quarter within minutes, so programs timed one after the other cannot be compared. Here
+all stay warm, and each runs for a few seconds of every round; what is compared are the ratios within a round.
+Their rounds are written as raw figures to a file, with what a reader must know of the machine, and put in words.
+"""
+
+import csv
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from bench.speed.step_counter import COUNTER_FILE, read_steps
+
+LAST_LINES = 15
+QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
+# Those whose versions a reader of a measured figure must know, as far as they are installed.
+PACKAGES = ["torch", "numpy", "gymnasium", "mujoco"]
+PACKAGES += ["stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax", "d3rlpy"]
+
+
+class ContenderError(Exception):
+    """A contender that died or did not get going; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one contender did in its few seconds of one round."""
+
+    round: int
+    contender: str
+    steps: int
+    seconds: float
+    cores: float  # processor seconds it used, per second
+    cores_of_others: float  # the same for everything else on the machine: what disturbed it
+
+    @property
+    def steps_per_second(self) -> float:
+        """Steps counted inside the program, over the wall time outside it."""
+        return self.steps / self.seconds
+
+
+class Contender:
+    """A program in a session of its own, so that it and its children are stopped, continued and killed as one."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        warm_steps: int,
+        cwd: Path | None = None,
+        learns: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Start it. It is warm after `warm_steps` and once it `learns`."""
+        self.name, self._warm_steps, self._learns = name, warm_steps, learns
+        self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env={**env, COUNTER_FILE: str(self.counter)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def steps(self) -> int:
+        """Steps counted so far."""
+        return read_steps(self.counter)
+
+    def members(self) -> list[psutil.Process]:
+        """The living processes of the session."""
+        try:
+            leader = psutil.Process(self.process.pid)
+            return [leader, *leader.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def check(self) -> None:
+        """Fail if the program has ended: a contender runs until it is killed."""
+        status = self.process.poll()
+        if status is not None:
+            lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise ContenderError("\n  ".join([f"{self.name} ended with status {status}; its last lines:", *lines]))
+
+    def _send(self, number: signal.Signals) -> None:
+        """One by one: the processes of our environments are in groups of their own."""
+        for member in self.members():
+            with suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
+
+    def stop(self) -> None:
+        """Stop it; returns once no process of it runs."""
+        self.check()
+        self._send(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while any(_status(member) not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for member in self.members()):
+            self.check()
+            if time.monotonic() > deadline:
+                raise ContenderError(f"{self.name} does not stop")
+            time.sleep(0.0005)
+            self._send(signal.SIGSTOP)  # to those begun meanwhile
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it and its children, stopped or not."""
+        self._send(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # where it ended by itself, those of its group that did not
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def warm_up(self, timeout: float) -> None:
+        """Let it run alone until it has done its random steps and compiled what it compiles, then stop it."""
+        deadline = time.monotonic() + timeout
+        while self.steps() < self._warm_steps or not self._learns():
+            self.check()
+            if time.monotonic() > deadline:
+                learning = "and learns" if self._learns() else "and does not learn yet"
+                steps = f"{self.steps()} of {self._warm_steps} steps"
+                raise ContenderError(f"{self.name} made {steps} in {timeout:.0f} s {learning}")
+            time.sleep(0.05)
+        self.stop()
+
+    def run_slice(self, round_: int, seconds: float) -> Slice:
+        """One slice, measured from standstill to standstill: nothing is done outside the time it is charged for."""
+        steps, cpu, machine = self.steps(), self.cpu_seconds(), busy_seconds()
+        start = time.perf_counter()
+        self.resume()
+        time.sleep(seconds)
+        self.stop()
+        wall = time.perf_counter() - start
+        own = self.cpu_seconds() - cpu
+        others = max(busy_seconds() - machine - own, 0.0)
+        return Slice(round_, self.name, self.steps() - steps, wall, own / wall, others / wall)
+
+    def threads(self) -> int:
+        """Threads of all its processes, sleeping ones included."""
+        return sum(member.num_threads() for member in self.members())
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far."""
+        return sum(times.user + times.system for times in (member.cpu_times() for member in self.members()))
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_ZOMBIE)
+
+
+def busy_seconds() -> float:
+    """Processor time of everybody on this machine so far."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice)
+
+
+@contextmanager
+def contest() -> Iterator[tuple[list[Contender], Path]]:
+    """A list to put contenders on and a folder for their files; afterwards, whatever happened, none of it is left."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(f"ended by {signal.Signals(number).name}; nothing is left running")
+
+    contenders: list[Contender] = []
+    # Ctrl-C raises already; an end asked for otherwise must pass through the cleaning below too.
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+    folder = Path(tempfile.mkdtemp(prefix="speed-"))
+    try:
+        yield contenders, folder
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning
+        for contender in contenders:
+            contender.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def alternate(contenders: Sequence[Contender], rounds: int, slice_seconds: float) -> Iterator[list[Slice]]:
+    """Round by round, a slice of each warm and stopped contender, in an order shuffled anew each time."""
+    shuffle = random.Random(0).shuffle
+    for round_ in range(1, rounds + 1):
+        order = list(contenders)
+        shuffle(order)  # so that none always follows the same other, in a cache or a clock that one has left behind
+        yield [contender.run_slice(round_, slice_seconds) for contender in order]
+
+
+def write_rounds(path: Path, facts: dict[str, str], rounds: Iterable[Iterable[Slice]]) -> None:
+    """The raw slices as a CSV; the facts go before them on lines that begin with #."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        file.writelines(f"# {key}: {value}\n" for key, value in facts.items())
+        writer = csv.writer(file)
+        writer.writerow(["round", "contender", "steps", "seconds", "steps_per_second", "cores", "cores_of_others"])
+        for s in (s for slices in rounds for s in slices):
+            numbers = (s.seconds, s.steps_per_second, s.cores, s.cores_of_others)
+            writer.writerow([s.round, s.contender, s.steps, *(f"{number:.4f}" for number in numbers)])
+
+
+def read_rounds(path: Path) -> tuple[dict[str, str], dict[str, list[float]]]:
+    """The facts, and each contender's steps per second, round by round."""
+    text = path.read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("#"))
+    rates: dict[str, list[float]] = defaultdict(list)
+    for row in csv.DictReader(line for line in text if not line.startswith("#")):
+        rates[row["contender"]].append(float(row["steps_per_second"]))
+    return facts, rates
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median (least to greatest)."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
+    """The figures: each contender's speed, then ours against each within the rounds."""
+    by_name: dict[str, list[Slice]] = {}
+    for s in (s for slices in rounds for s in slices):
+        by_name.setdefault(s.contender, []).append(s)
+    names = [name for name in ("ours", "eager", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in by_name]
+    rate = {name: [s.steps_per_second for s in by_name[name]] for name in names}
+    lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
+    for name in names:
+        cores = spread([s.cores for s in by_name[name]], 2)
+        others = spread([s.cores_of_others for s in by_name[name]], 2)
+        lines.append(f"{name:8}{spread(rate[name], 1):>24}{cores:>20}{others:>20}")
+    lines.append("")
+    for name in (name for name in names if name not in ("ours", "floor")):
+        ratios = [ours / theirs for ours, theirs in zip(rate["ours"], rate[name], strict=True)]
+        lines.append(f"ours / {name}: {spread(ratios, 2)} times as many steps/s")
+    if "floor" in rate:
+        floor_ms = [1000 / r for r in rate["floor"]]
+        above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
+        lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
+        lines.append(f"ours / floor: {spread(above, 2)}, whole step with one update")
+        if updates:
+            alone = statistics.median(updates)
+            times = f"{alone:.2f} ms, {alone / statistics.median(floor_ms):.2f} floors"
+            lines.append(f"our update alone: {times} (median of {len(updates)} log intervals)")
+        else:
+            lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
+    disturbed = statistics.median(s.cores_of_others for slices in rounds for s in slices)
+    if disturbed > QUIET:
+        lines.append(f"NOT TO BE CITED: other work took {disturbed:.2f} cores meanwhile; repeat on a quiet machine")
+    return "\n".join(lines)
+
+
+def versions(python: str | Path) -> str:
+    """Python's version and those of the packages that matter, as far as they are installed beside it."""
+    code = (
+        "import sys, platform, importlib.metadata as m\n"
+        "have = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
+        "print('python', platform.python_version(), *(f'{p} {have[p]}' for p in sys.argv[1:] if p in have), sep=', ')"
+    )
+    result = subprocess.run([str(python), "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
+    return result.stdout.strip().replace("python, ", "python ", 1)
+
+
+def processor() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def accelerator() -> str:
+    """The GPU's name, driver and memory, as its own tool says them."""
+    line = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,321 @@
+# ruff: noqa: T201
+"""Our algorithms beside Stable-Baselines3, SBX and d3rlpy: steps per second, measured in one run.
+
+python bench/speed/speed.py                    # SAC on HalfCheetah-v4, as `make speed` runs it
+python bench/speed/speed.py --num-envs 4 --peers sb3
+python bench/speed/speed.py --algo cql         # on a dataset, beside d3rlpy
+python bench/speed/speed.py --device cuda      # ours as one graph an update and without, beside the peers on the GPU
+
+Online: the same environment, networks, batch, number of critics, updates per step and random first steps; steps are
+counted inside the environment (`bench/speed/step_counter.py`). Offline: the same dataset, networks, batch, number of
+critics and of sampled actions, no Lagrange multiplier, no evaluation; a step is a gradient step, which includes
+sampling the batch. Everything else is each program's default, its logging included. The programs run in alternation
+(`bench/speed/interleaved_timing.py`), and the update's bare matrix products (`bench/speed/matmul_floor.py`) run as one
+more contender.
+"""
+
+import csv
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import h5py
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+
+from bench.speed.interleaved_timing import (
+    Contender,
+    ContenderError,
+    Slice,
+    accelerator,
+    alternate,
+    contest,
+    processor,
+    report,
+    versions,
+    write_rounds,
+)
+from bench.speed.matmul_floor import PRODUCTS
+from bench.speed.step_counter import counted
+from common.provenance import commit
+
+ROOT = Path(__file__).resolve().parents[2]
+FOREVER = 100_000_000  # steps: more than any run here makes
+LEARNING_STARTS = 2000
+ROLLOUT = 2048  # PPO's steps of a round, of all environments together
+TRANSITIONS = 1_000_000  # of the dataset, where none is given: as many as in most of D4RL's
+WARM_UPDATES = 100  # where nothing is compiled
+WARM_UP_TIMEOUT = 900.0
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How one algorithm is started: ours as a command, each peer as a class with keyword arguments."""
+
+    ours: str
+    peers: dict[str, str]
+    peer_arguments: dict[str, Any]
+    warm_steps: int  # whatever is compiled is compiled by then
+    offline: bool = False
+    dataset: bool = False  # whether it needs one
+    flags: bool = True  # whether ours takes those of a run, else the environment alone
+    venv: str = ".venv-peers"
+    """Where the peers are installed."""
+
+
+RUNS = {"ours": "run", "eager": "run-eager", "compiled": "run-compiled"}  # folders of ours, the others on a GPU alone
+OFF_POLICY = {
+    "learning_starts": LEARNING_STARTS,
+    "batch_size": 256,
+    "train_freq": 1,
+    "gradient_steps": -1,  # as many updates as environment steps, however many environments there are
+}
+ALGORITHMS = {
+    "sac": Algorithm(
+        ours=f"algos/sac.py --learning-starts {LEARNING_STARTS}",
+        peers={"sb3": "stable_baselines3:SAC", "sbx": "sbx:SAC"},
+        peer_arguments=OFF_POLICY | {"policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
+        warm_steps=LEARNING_STARTS + 300,
+    ),
+    "td3": Algorithm(
+        ours=f"algos/td3.py --learning-starts {LEARNING_STARTS}",
+        peers={"sb3": "stable_baselines3:TD3", "sbx": "sbx:TD3"},
+        peer_arguments=OFF_POLICY | {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
+        warm_steps=LEARNING_STARTS + 300,
+    ),
+    "ppo": Algorithm(
+        ours=f"algos/ppo.py --rollout-steps {ROLLOUT} --minibatch-size 64 --epochs 10 "
+        "--normalize-advantages --no-recompute-advantages",
+        peers={"sb3": "stable_baselines3:PPO", "sbx": "sbx:PPO"},
+        peer_arguments={"n_steps": ROLLOUT, "batch_size": 64, "n_epochs": 10, "policy_kwargs": {"net_arch": [64, 64]}},
+        warm_steps=3 * ROLLOUT,
+    ),
+    "iql": Algorithm(
+        ours="bench/speed/count_updates.py algos/iql.py --hidden 256 256",
+        peers={"d3rlpy": "d3rlpy:IQL"},
+        peer_arguments={},
+        warm_steps=WARM_UPDATES,
+        offline=True,
+        dataset=True,
+        venv=".venv-d3rlpy",
+    ),
+    "cql": Algorithm(
+        ours="bench/speed/count_updates.py algos/cql.py --hidden 256 256 --critic-hidden 256 256 "
+        "--cql-weight 5 --lagrange-gap 0",
+        peers={"d3rlpy": "d3rlpy:CQL"},
+        peer_arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier here either
+        warm_steps=WARM_UPDATES,
+        offline=True,
+        dataset=True,
+        venv=".venv-d3rlpy",
+    ),
+    "wsrl": Algorithm(  # its online phase, beside the same as a loop over separate critics
+        ours=f"algos/wsrl.py --offline-steps 0 --online-steps {FOREVER} --warmup-steps 1024",
+        peers={"loop": "bench/speed/wsrl_loop.py"},
+        peer_arguments={},
+        warm_steps=1024 + WARM_UPDATES,
+        dataset=True,
+        venv=".venv",
+    ),
+    "expo": Algorithm(  # its base samples alone, beside the same drawn one by one
+        ours="bench/speed/expo_sampling.py batch",
+        peers={"loop": "bench/speed/expo_sampling.py loop"},
+        peer_arguments={},
+        warm_steps=WARM_UPDATES,
+        flags=False,
+        venv=".venv",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """What is measured, and for how long."""
+
+    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "expo"] = "sac"
+    """The algorithm; iql and cql learn from a dataset, beside d3rlpy; wsrl online, and expo's base samples are drawn,
+    beside a plain loop."""
+    env: str = "HalfCheetah-v4"
+    """Any environment that Gymnasium itself registers; the dataset's, where there is one."""
+    num_envs: int = 1
+    """Environments in each program, where it learns online."""
+    dataset: Path | None = None
+    """A file in D4RL's layout; one of HalfCheetah's shapes and random content unless given."""
+    rounds: int = 10
+    """Rounds; in each every program runs once, in a new order."""
+    slice_seconds: float = 4.0
+    """How long each runs in a round."""
+    peers: tuple[Literal["sb3", "sbx", "d3rlpy", "loop"], ...] = ("sb3", "sbx", "d3rlpy", "loop")
+    """Whom to run beside ours, of those that have the algorithm."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where all of them compute."""
+    peers_python: Path | None = None
+    """The Python that has them installed; that of .venv-peers or .venv-d3rlpy unless given."""
+    ours: str = ""
+    """Our program with its own flags, if not the algorithm's file; the common flags are put behind it."""
+    out: Path | None = None
+    """Where the raw rounds go; by default results/speed/<algorithm>-<environment>-<time>.csv."""
+
+
+def make_file(path: Path, rows: int) -> None:
+    """Write a dataset of random numbers in D4RL's layout, with HalfCheetah's 17 observations and 6 actions."""
+    random = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        obs = random.standard_normal((rows + 1, 17), np.float32)
+        parts: dict[str, NDArray[Any]] = {"observations": obs[:-1], "next_observations": obs[1:]}
+        parts |= {"actions": np.tanh(random.standard_normal((rows, 6), np.float32))}
+        parts |= {key: random.standard_normal(rows, np.float32) for key in ("rewards", "infos/action_log_probs")}
+        parts |= {f"infos/{key}": random.standard_normal((rows, 9)) for key in ("qpos", "qvel")}
+        parts |= {"terminals": np.zeros(rows, bool), "timeouts": np.arange(rows) % 1000 == 999}
+        for key, values in parts.items():
+            file.create_dataset(key, data=values, compression="gzip")
+        file.attrs["action_low"], file.attrs["action_high"] = -1.0, 1.0
+
+
+def environment(device: str = "cpu") -> dict[str, str]:
+    """The environment variables of every program: nobody's thread settings, and on the CPU no GPU."""
+    env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))} | hidden
+
+
+def peers(args: Args) -> list[str]:
+    """Those to be run; on a GPU Stable-Baselines3, which goes there by itself."""
+    known: list[str] = [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
+    return known if args.device == "cpu" else [peer for peer in known if peer == "sb3"]
+
+
+def python_of_peers(args: Args) -> Path:
+    """The Python that has them installed."""
+    return args.peers_python or ROOT / ALGORITHMS[args.algo].venv / "bin" / "python"
+
+
+def commands(args: Args, folder: Path) -> dict[str, list[str]]:
+    """The command of every contender, ours first and the floor last."""
+    algorithm = ALGORITHMS[args.algo]
+    theirs, data = dict(algorithm.peer_arguments), str((args.dataset or folder / "data.hdf5").resolve())
+    env_id = args.env if algorithm.offline else counted(args.env)
+    steps = ["--dataset", data] if algorithm.dataset else ["--total-steps", str(FOREVER)]
+    if algorithm.offline:
+        steps += ["--offline-steps", str(FOREVER)]
+        places = [data, str(folder / "d3rlpy")]
+    else:
+        places = [env_id, str(args.num_envs)]
+        if "n_steps" in theirs:  # theirs are those of each environment
+            theirs["n_steps"] //= args.num_envs
+    ours = shlex.split(args.ours) if args.ours else [sys.executable, *shlex.split(algorithm.ours)]
+    if algorithm.flags:
+        ours += ["--env", env_id, *steps, "--eval-every", str(FOREVER)]
+        ours += ["--run-dir", str(folder / "run"), "--seed", "0", "--num-envs", str(args.num_envs)]
+        ours += ["--device", args.device]
+    else:
+        ours.append(env_id)
+    lines = {"ours": ours}
+    if args.device == "cuda" and algorithm.flags:
+        for name, flag in (("eager", "--no-cuda-graph"), ("compiled", "--compile")):
+            lines[name] = [*ours, flag]
+            lines[name][ours.index("--run-dir") + 1] = str(folder / RUNS[name])
+    for peer in peers(args):
+        lines[peer] = [
+            str(python_of_peers(args)),
+            "bench/speed/peer.py",
+            algorithm.peers[peer],
+            *places,
+            json.dumps(theirs),
+        ]
+    if "loop" in lines:
+        lines["loop"] = [sys.executable, *shlex.split(algorithm.peers["loop"]), env_id]
+    if args.algo in PRODUCTS and args.device == "cpu":
+        lines["floor"] = [sys.executable, "bench/speed/matmul_floor.py", args.algo, env_id]
+    return lines
+
+
+def describe(args: Args) -> dict[str, str]:
+    """What a reader of the figures must know to judge them."""
+    offline = ALGORITHMS[args.algo].offline
+    where = f"on a dataset of {args.env}" if offline else f"on {args.env}, {args.num_envs} environment(s)"
+    return {
+        "algorithm": f"{args.algo} {where}",
+        **(
+            {"dataset": args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"} if offline else {}
+        ),
+        "device": accelerator() if args.device == "cuda" else "the processor",
+        "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
+        "commit": commit(),
+        "processor": f"{processor()}, {os.cpu_count()} cores",
+        "system": platform.platform(),
+        "ours": args.ours or ALGORITHMS[args.algo].ours,
+        "versions of ours": versions(sys.executable),
+        **({"versions of the peers": versions(python_of_peers(args))} if peers(args) else {}),
+    }
+
+
+def has_losses(metrics: Path) -> bool:
+    """Whether our run has logged an update."""
+    return metrics.exists() and ",losses/" in metrics.read_text()
+
+
+def update_times(metrics: Path, start: int) -> list[float]:
+    """Our own `time/update_ms` rows written behind byte `start` of its metrics, which is where the rounds began."""
+    if not metrics.exists():
+        return []
+    rows = csv.reader(metrics.read_text()[start:].splitlines())
+    return [float(row[2]) for row in rows if len(row) == 3 and row[1] == "time/update_ms"]
+
+
+def main(args: Args) -> None:
+    """Warm everyone up alone, alternate, report."""
+    if args.device == "cuda" and not ALGORITHMS[args.algo].flags:
+        raise ContenderError(f"{args.algo}'s part that is measured runs on the CPU: leave --device cuda away")
+    if peers(args) and not python_of_peers(args).exists():
+        cure = f"make {ALGORITHMS[args.algo].venv}/installed, or leave --peers empty"
+        raise ContenderError(f"{python_of_peers(args)} is missing: {cure}")
+    facts = describe(args)
+    for key, value in facts.items():
+        print(f"{key}: {value}")
+    stamp = time.strftime("%Y-%m-%dT%H%M%S")
+    out = args.out or ROOT / "results" / "speed" / f"{args.algo}-{args.env.replace('/', '_')}-{stamp}.csv"
+    with contest() as (contenders, folder):
+        losses = {name: folder / run / "metrics.csv" for name, run in RUNS.items()}
+        metrics = losses["ours"]
+        algorithm = ALGORITHMS[args.algo]
+        if algorithm.dataset and not args.dataset:
+            make_file(folder / "data.hdf5", TRANSITIONS)
+        for name, command in commands(args, folder).items():
+            warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
+            # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
+            online = algorithm.flags and not algorithm.offline
+            needs = {"learns": partial(has_losses, losses[name])} if name in losses and online else {}
+            contenders.append(Contender(name, command, environment(args.device), folder, warm, cwd=ROOT, **needs))
+            contenders[-1].warm_up(WARM_UP_TIMEOUT)
+            facts[f"threads of {name}"] = str(contenders[-1].threads())
+            print(f"threads of {name}: {contenders[-1].threads()}", flush=True)
+        start = metrics.stat().st_size if metrics.exists() else 0
+        rounds: list[list[Slice]] = []
+        for slices in alternate(contenders, args.rounds, args.slice_seconds):
+            rounds.append(slices)
+            rates = ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices)
+            print(f"round {len(rounds)}: {rates}", flush=True)
+            write_rounds(out, facts, rounds)  # after every round, so that an interrupted run leaves what it measured
+        updates = update_times(metrics, start) if args.device == "cpu" else []  # to a GPU they are only sent
+        if updates:
+            facts["our update alone in ms"] = f"{statistics.median(updates):.3f}"
+            write_rounds(out, facts, rounds)
+        print(report(rounds, updates))
+    print(f"\nraw rounds: {out}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except ContenderError as error:
+        sys.exit(f"speed: {error}")

@@ -1,0 +1,96 @@
+"""WSRL's online phase as it is written first: a loop over ten separate critics, PyTorch's own layers and optimisers.
+
+`python bench/speed/wsrl_loop.py <environment id>` runs until killed; its steps are counted in the environment. The same
+update as `algos/wsrl.py` makes with its defaults, and the same replay buffer; nothing is evaluated, logged or saved.
+"""
+
+import copy
+import itertools
+import random
+import sys
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from torch import Tensor, nn
+
+from common.replay_buffer import Batch, ReplayBuffer
+
+HIDDEN, CRITICS, DRAWN, UTD, BATCH, GAMMA, TAU = 256, 10, 2, 4, 256, 0.99, 0.005
+
+
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    hidden = [[nn.Linear(i, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU()] for i in (inputs, HIDDEN)]
+    return nn.Sequential(*itertools.chain(*hidden), nn.Linear(HIDDEN, outputs))
+
+
+class Loop:
+    def __init__(self, obs_dim: int, action_dim: int) -> None:
+        self.actor, self.action_dim = mlp(obs_dim, 2 * action_dim), action_dim
+        self.critics = [mlp(obs_dim + action_dim, 1) for _ in range(CRITICS)]
+        self.targets = copy.deepcopy(self.critics)
+        self.log_alpha = torch.zeros((), requires_grad=True)
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), 1e-4)
+        weights = itertools.chain(*(critic.parameters() for critic in self.critics))
+        self.critic_optimizer = torch.optim.Adam(weights, 3e-4)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], 1e-4)
+
+    def policy(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions and their log-probabilities."""
+        mean, log_std = self.actor(obs).chunk(2, dim=-1)
+        normal = torch.distributions.Normal(mean, log_std.clamp(-11.5, 2.3).exp())
+        u = normal.rsample()
+        actions = torch.tanh(u)
+        return actions, (normal.log_prob(u) - torch.log(1 - actions.square() + 1e-6)).sum(-1)
+
+    def update(self, batch: Batch) -> None:
+        for part in batch.slices(BATCH):
+            with torch.no_grad():
+                next_inputs = torch.cat([part.next_obs, self.policy(part.next_obs)[0]], -1)
+                drawn = random.choices(self.targets, k=DRAWN)
+                next_value = torch.stack([target(next_inputs).squeeze(-1) for target in drawn]).amin(0)
+                y = part.rewards + GAMMA * (1 - part.terminations) * next_value
+            inputs = torch.cat([part.obs, part.actions], -1)
+            losses = [(critic(inputs).squeeze(-1) - y).square().mean() for critic in self.critics]
+            self.critic_optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            self.critic_optimizer.step()
+            with torch.no_grad():
+                for target, critic in zip(self.targets, self.critics, strict=True):
+                    for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
+                        slow.lerp_(fast, TAU)
+        actions, log_prob = self.policy(batch.obs)
+        inputs = torch.cat([batch.obs, actions], -1)
+        for critic in self.critics:
+            critic.requires_grad_(False)  # the gradient passes through; theirs would cost, and be thrown away
+        value = torch.stack([critic(inputs).squeeze(-1) for critic in self.critics]).amin(0)
+        self.actor_optimizer.zero_grad()
+        (self.log_alpha.exp().detach() * log_prob - value).mean().backward()
+        self.actor_optimizer.step()
+        for critic in self.critics:
+            critic.requires_grad_(True)
+        self.alpha_optimizer.zero_grad()
+        (-self.log_alpha.exp() * (log_prob.detach().mean() - self.action_dim)).backward()
+        self.alpha_optimizer.step()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    env = gymnasium.make(sys.argv[1])
+    obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
+    loop, buffer = Loop(obs_dim, action_dim), ReplayBuffer(1_000_000, obs_dim, action_dim)
+    obs, _ = env.reset(seed=0)
+    for step in itertools.count(1):
+        with torch.no_grad():
+            action = loop.policy(torch.as_tensor(obs, dtype=torch.float32)[None])[0].numpy()
+        next_obs, reward, terminated, truncated, _ = env.step(action[0])
+        buffer.add(obs[None], action, np.array([reward]), next_obs[None], np.array([terminated]))
+        obs = env.reset()[0] if terminated or truncated else next_obs
+        if step > UTD * BATCH:
+            loop.update(buffer.sample(UTD * BATCH, generator))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A suite: a TOML file of algorithms × environments or datasets × seeds × flags, and the runs that it stands for."""
+
+import dataclasses
+import importlib
+import math
+import shlex
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.sweep.sweep_task import ROOT, Job
+from common.command_line import parse
+from common.errors import InputError
+
+SUITES = ROOT / "bench" / "sweep" / "suites"
+PEER = "d3rlpy-"  # make d3rlpy runs these, not a suite
+PEERS = ("iql", "cql")
+
+
+@dataclass
+class Entry:
+    """A [[runs]] of a suite: every algorithm, on every environment and dataset, with every seed."""
+
+    algo: list[str]
+    envs: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [1])
+    flags: str = ""  # {suites}: the folder of all suites, {run}: <task>/<seed>, as in --init-from {suites}/a/b/{run}
+    name: str = ""  # of the folder; that of the algorithm unless given
+    label: str = ""  # in the report; the name in capitals unless given
+    cpus: int = 1
+    gpus: float = 0.0  # 0.25: four runs share one
+    memory: float = 0.0  # GiB to set aside; nobody watches that it is enough
+
+    def __post_init__(self) -> None:
+        lists = {"algo": str, "envs": str, "datasets": str, "seeds": int}
+        for key, kind in {"flags": str, "name": str, "label": str, "cpus": int, "gpus": float, "memory": float}.items():
+            if not isinstance(getattr(self, key), (kind, int) if kind is float else kind):
+                raise InputError(f"{key} is {getattr(self, key)!r}, which is no {kind.__name__}")
+        for key, kind in lists.items():
+            given = getattr(self, key)
+            if not (isinstance(given, list) and all(isinstance(value, kind) and value != "" for value in given)):
+                raise InputError(f"{key} is {getattr(self, key)!r}: give {kind.__name__}s")
+        if not (self.algo and self.envs + self.datasets and self.seeds and self.cpus > 0):
+            raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
+        if not all(0 <= value < math.inf for value in (self.gpus, self.memory, *self.seeds)):
+            raise InputError("nothing in a run is below 0, or not finite")
+        try:
+            self.words = shlex.split(self.flags)  # before folders, which may hold spaces, are put in
+        except ValueError as error:
+            raise InputError(f"flags are {self.flags!r}: {error}") from None
+
+
+def read_suite(name: str) -> tuple[str, list[Entry]]:
+    """A suite's name and entries. Raises InputError where the file is missing, damaged or says what nobody reads."""
+    path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
+    try:
+        found = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
+        raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise InputError(f"{path}: {error}") from None
+    runs = found.pop("runs", None)
+    if found or not isinstance(runs, list) or not runs or not all(isinstance(each, dict) for each in runs):
+        raise InputError(f"{path}: a suite is [[runs]], one or more, and nothing else")
+    try:
+        return path.stem, [Entry(**_as_lists(each)) for each in runs]
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _as_lists(given: dict[str, Any]) -> dict[str, Any]:
+    """One name stands for a list of one, and seeds = 10 for 1 to 10. Raises InputError for a key that is not read."""
+    keys = [f.name for f in dataclasses.fields(Entry)]
+    if unknown := given.keys() - set(keys):
+        raise InputError(f"{', '.join(sorted(unknown))}: a run has {', '.join(keys)}")
+    found = {"algo": []} | given
+    if isinstance(found.get("seeds"), int):
+        found["seeds"] = list(range(1, found["seeds"] + 1))
+    return found | {k: [found[k]] for k in ("algo", "envs", "datasets") if isinstance(found.get(k), str)}
+
+
+class Planned(NamedTuple):
+    """How many seeds are planned, and to which step."""
+
+    seeds: int
+    step: int
+
+
+def labels(suite: str) -> dict[str, str]:
+    """Return the label of each name in a suite, in its order; d3rlpy's after ours in suite offline-own."""
+    own = {entry.name or algo: entry.label for entry in read_suite(suite)[1] for algo in entry.algo}
+    found: dict[str, str] = {}
+    for name, label in own.items():
+        found[name] = label or name.upper()
+        if suite == "offline-own" and name in PEERS:
+            found[f"{PEER}{name}"] = f"d3rlpy's {found[name]}"
+    return found
+
+
+def planned(suite: str) -> dict[str, dict[str, Planned]]:
+    """Return what is planned of each name in `labels` on each task."""
+    found: dict[str, dict[str, Planned]] = {name: {} for name in labels(suite)}
+    for entry in read_suite(suite)[1]:
+        flags = dict(pairwise(entry.words))
+        steps = next(flags[key] for key in ("--total-steps", "--online-steps", "--offline-steps") if key in flags)
+        plan = Planned(len(entry.seeds), int(steps))
+        for name in [entry.name] if entry.name else entry.algo:
+            found[name] |= {task_name(task): plan for task in entry.envs + entry.datasets}
+    return {name: tasks or found[name.removeprefix(PEER)] for name, tasks in found.items()}
+
+
+def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
+    """Every run of a suite, seeds outermost: what all have with one seed comes before anyone's second.
+
+    Raises InputError where an algorithm is not there or would refuse its flags, or where two runs share a folder.
+    """
+    found = [job for entry in entries for job in _jobs_of(entry, folder.absolute() / suite)]
+    twice = [str(into) for into, times in Counter(job.folder for job in found).items() if times > 1]
+    if twice:
+        raise InputError(f"two runs would go into {twice[0]}: give one of them a name")
+    return sorted(found, key=lambda job: job.seed)
+
+
+def task_name(task: str) -> str:
+    """Return the folder's name for an environment's or dataset's id, or for a dataset's file."""
+    return Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_").replace(":", "_")
+
+
+def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
+    tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
+    for algo in entry.algo:
+        for flag, task in tasks:
+            name = task_name(task)
+            for seed in entry.seeds:
+                into = Path(entry.name or algo) / name / str(seed)
+                own = f"{name}/{seed}"
+                flags = [w.replace("{suites}", str(folder.parent)).replace("{run}", own) for w in entry.words]
+                fixed = (f"algos/{algo}.py", flag, task, *flags)
+                refuse_wrong_flags(algo, fixed)
+                yield Job((*fixed, "--seed", str(seed)), folder / into, seed, entry.cpus, entry.gpus, entry.memory)
+
+
+def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
+    """Raises InputError now, where the command would say so when its turn comes, hours later."""
+    if not (ROOT / command[0]).exists():
+        known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
+        raise InputError(f"there is no {command[0]}: give one of {known}")
+    if owned := {"--seed", "--run-dir", "--help", "-h"} & {word.split("=")[0] for word in command}:
+        raise InputError(f"{' and '.join(sorted(owned))} in flags: the sweep itself says which")
+    try:
+        parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
+    except InputError as error:
+        raise InputError(f"{shlex.join(command)}: {error}") from None
+
+
+def has_more_steps(before: str, now: str) -> bool:
+    """Whether two of `Job.line` say the same but for more steps, which the algorithm can be given (`extendable`)."""
+    old_line, new_line = (line.split(" --run-dir ")[0] for line in (before, now))
+    (head, _, was), (other_head, _, becomes) = old_line.partition(".py "), new_line.partition(".py ")
+    if head != other_head:
+        return False
+    kind = importlib.import_module(f"algos.{Path(head).name}").Args
+    try:
+        old, new = (vars(parse(kind, shlex.split(flags))) for flags in (was, becomes))
+    except (InputError, ValueError):  # flags that are no longer there, or torn
+        return False
+    grown = [key for key in kind.extendable if 0 < old.get(key, 0) < new.get(key, 0)]
+    return bool(grown) and all(old[key] == new[key] for key in old if key not in grown)

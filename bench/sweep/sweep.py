@@ -1,0 +1,221 @@
+"""Many runs: a suite of algorithms × environments or datasets × seeds, each a command of its own, as Ray tasks.
+
+    make bench SUITE=smoke
+    make bench SUITE=online-1m ARGS="--dry-run"                # the commands alone
+    RAY_ADDRESS=10.0.0.1:6379 make bench SUITE=online-1m       # on a cluster (docs/sweeps.md)
+
+Finished runs are skipped, stopped ones go on from their last checkpoint: the same command again is how a sweep goes on,
+whatever ended it. Results are those of the commands run by hand, bit for bit.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from bench.report.curves import means
+from bench.sweep.mps import shared_card
+from bench.sweep.suite import has_more_steps, jobs, read_suite
+from bench.sweep.sweep_task import Job, Outcome, facts, run
+from common.checkpoint import replacing
+from common.command_line import command_line
+from common.errors import InputError, RunError
+from common.run_folder import DONE, EVALUATIONS, is_finished, read_config, read_evaluations
+
+KILLS = 3  # so often a run goes on after the kernel or somebody killed it; of lost nodes and workers there is no limit
+
+
+@dataclass
+class Args:
+    """What to run."""
+
+    suite: Annotated[str, tyro.conf.Positional]
+    """One of bench/sweep/suites, or the path of such a file."""
+    folder: Path = Path("runs")
+    """Each run goes into <folder>/<suite>/<name>/<environment or dataset>/<seed>."""
+    cpus: int | None = None
+    """CPUs of this machine to use, where Ray is embedded; all unless given."""
+    gpus: int | None = None
+    """GPUs of this machine to use, likewise."""
+    dry_run: bool = False
+    """Print the commands, one a line, and start nothing."""
+
+
+def is_done(job: Job) -> bool:
+    """Whether it has all its steps. Raises InputError where its folder was made by a command that differs in more."""
+    record = job.folder.with_suffix(".sh")
+    if record.exists() and record.read_text().split(" --run-dir ")[0] != job.line.split(" --run-dir ")[0]:
+        if has_more_steps(record.read_text(), job.line):
+            return False
+        raise InputError(
+            f"{job.folder} was made by another command, {record.read_text().strip()}\ngive another --folder"
+        )
+    return is_finished(job.folder)
+
+
+@dataclass
+class Sweep:
+    """Its runs by what became of them, in the order in which they will start."""
+
+    waiting: list[Job]
+    done: list[Job] = field(default_factory=list)
+    running: dict[Any, Job] = field(default_factory=dict)  # by Ray's reference
+    failed: list[tuple[Job, str]] = field(default_factory=list)
+    kills: Counter[Job] = field(default_factory=Counter)
+
+    def table(self) -> str:
+        """A line for each that runs or failed, and one for all."""
+        lines = [f"runs     {job.label:40}{progress(job)}" for job in self.running.values()]
+        for job, why in self.failed:
+            lines += [f"failed   {job.label}", *(f"         | {line}" for line in why.splitlines())]
+        counts = (len(self.done), len(self.running), len(self.waiting), len(self.failed))
+        return "\n".join([*lines, "{} done, {} running, {} waiting, {} failed".format(*counts)])
+
+
+def progress(job: Job) -> str:
+    """Step and mean return of its last evaluation, where this machine can see its folder."""
+    try:  # a full disk or a power cut may have torn the last row, which the run itself cuts off when it goes on
+        curve = means(read_evaluations(job.folder / EVALUATIONS), lambda row: float(row["return"]))
+        arguments = read_config(job.folder, "is missing or damaged")["arguments"]
+        end = arguments.get("total_steps", arguments.get("online_steps", 0))
+        step = max(curve)
+        return f" step {step:,} of {end:,}, return {curve[step]:,.1f}"
+    except (FileNotFoundError, InputError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def train(args: Args) -> None:
+    """Runs the suite to its end. Raises RunError where a run failed: the others go on to theirs first."""
+    for flag, value, least in (("--cpus", args.cpus, 1), ("--gpus", args.gpus, 0)):
+        if value is not None and value < least:
+            raise InputError(f"{flag} is {value}: give {least} or more")
+    found = jobs(*read_suite(args.suite), args.folder)
+    if args.dry_run:
+        sys.stdout.write("".join(f"{job.line}\n" for job in found))
+        return
+    sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
+    execute(sweep, args)
+    print(sweep.table())  # noqa: T201
+    if sweep.failed:
+        raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed; the same command starts them again")
+
+
+def execute(sweep: Sweep, args: Args) -> None:
+    """Runs what waits, on Ray, to the end. Ctrl-C and SIGTERM stop what runs, each with a checkpoint."""
+    address = os.environ.get("RAY_ADDRESS", "local")  # never one that happens to be there
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == "local":  # a token of its own: nobody else on this machine gets in, and none is left in the home
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # which Ray reads once
+    import ray
+
+    with contextlib.ExitStack() as stack:
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        if address == "local" and any(0 < job.gpus < 1 for job in sweep.waiting):
+            sys.stderr.write(f"{stack.enter_context(shared_card())}\n")
+        embedded: dict[str, Any] = {
+            "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
+            "_temp_dir": logs,
+        } if address == "local" else {}  # fmt: skip
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **embedded)
+        except (ConnectionError, ValueError) as error:
+            if address == "local":
+                raise InputError(f"Ray does not start here: {error}") from error
+            raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+        try:
+            drive(sweep, ray)
+        except KeyboardInterrupt:
+            sys.stderr.write("stopping the runs, each with a checkpoint (again: at once); the same command goes on\n")
+            for reference in sweep.running:
+                ray.cancel(reference)
+            ray.wait(list(sweep.running), num_returns=max(1, len(sweep.running)), timeout=120.0)
+            raise SystemExit(130) from None
+        finally:
+            ray.shutdown()
+
+
+def drive(sweep: Sweep, ray: Any) -> None:
+    """Starts runs, takes in those that ended, and shows what is, until all ended."""
+    nodes: set[str] = set()
+    shown = ""
+    while sweep.waiting or sweep.running:
+        nodes |= refuse_other_versions(ray, nodes)
+        fill(sweep, ray)
+        ready, _ = ray.wait(list(sweep.running), timeout=2.0)
+        for reference in ready:
+            finish(sweep, reference, ray)
+        if (table := sweep.table()) != shown and (sweep.waiting or sweep.running):
+            sys.stderr.write(f"\x1b[2J\x1b[H{table}\n" if sys.stderr.isatty() else f"{table.splitlines()[-1]}\n")
+            shown = table
+
+
+def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
+    """The nodes that joined. Raises InputError where one has other code or packages: its runs would not be the same."""
+    joined = {node["NodeID"]: node["NodeName"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known}
+    at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    told = {n: ray.remote(facts).options(num_cpus=0, scheduling_strategy=at(n, soft=False)).remote() for n in joined}
+    for node, reference in told.items():
+        there, here = ray.get(reference), facts()
+        if other := [f"{key} {there[key]}, here {here[key]}" for key in here if there[key] != here[key]]:
+            raise InputError(f"node {joined[node]} has {'; '.join(other)}: bring it to the same, or stop Ray there")
+    return set(joined)
+
+
+def fill(sweep: Sweep, ray: Any) -> None:
+    """Starts what there is room for now; the rest waits here, where it can be counted.
+
+    Raises InputError where a run asks for more than any node has, and RunError where no node is left.
+    """
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not alive:
+        raise RunError("Ray has no node left: the same command goes on")
+    for job in list(sweep.waiting):
+        needs = {"CPU": job.cpus, "GPU": job.gpus, "memory": job.memory * 2**30}
+        if not any(all(node.get(key, 0) >= need for key, need in needs.items()) for node in alive):
+            raise InputError(f"{job.label} needs {needs}, and no node has that much: {alive}")
+        used = {"CPU": sum(j.cpus for j in sweep.running.values()), "GPU": sum(j.gpus for j in sweep.running.values())}
+        if any(used[key] + needs[key] > sum(node.get(key, 0) for node in alive) for key in used):
+            continue
+        sweep.waiting.remove(job)
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        (job.folder / DONE).unlink(missing_ok=True)  # of a run that goes on with more steps
+        with replacing(job.folder.with_suffix(".sh")) as file:
+            file.write(f"{job.line}\n".encode())
+        # Lost nodes and workers are tried anew, for ever; none is used again, where a GPU's memory could stay with it.
+        options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "memory": needs["memory"] or None}
+        task = ray.remote(max_retries=-1, max_calls=1, **options)(run)
+        sweep.running[task.remote(job)] = job
+
+
+def finish(sweep: Sweep, reference: Any, ray: Any) -> None:
+    """Takes a run that ended to those that are done, that failed, or that go on."""
+    job = sweep.running.pop(reference)
+    try:
+        outcome: Outcome = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        sweep.failed.append((job, str(error)))
+        return
+    if outcome.status == -signal.SIGKILL and sweep.kills[job] < KILLS:
+        sweep.kills[job] += 1
+        sweep.waiting.insert(0, job)
+    elif outcome.status:
+        sweep.failed.append((job, f"ended with {outcome.status}; the last lines of {job.log}:\n{outcome.said}"))
+    else:
+        outcome.keep(job.folder)
+        sweep.done.append(job)
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

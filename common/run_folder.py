@@ -1,0 +1,85 @@
+"""A run folder: its files, how each is read, and the lock that keeps a second process out."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from common import checkpoint
+from common.errors import InputError
+from common.evaluate import Episode
+
+CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
+COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row an episode
+LOCK = ".lock"
+
+
+def state_path(folder: Path) -> Path:
+    """Return the path of the last checkpoint, without the replay rows."""
+    return folder / "checkpoint" / "state.pt"
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether there is a checkpoint. Raises InputError if this user may not look."""
+    return checkpoint.exists(state_path(folder))
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run reached its last step."""
+    return (folder / DONE).exists()
+
+
+def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
+    """Return config.json: "algo", "arguments" by name, and the facts of the first start.
+
+    Raises InputError, which says `otherwise` after the path, if it is missing, damaged or not a run's.
+    """
+    path = folder / CONFIG
+    try:
+        config: dict[str, Any] = json.loads(checkpoint.read_bytes(path))
+        if not (isinstance(config["algo"], str) and isinstance(config["arguments"], dict)):
+            raise TypeError
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        raise InputError(f"{path} {otherwise}") from None
+    return config
+
+
+def read_evaluations(path: Path) -> list[dict[str, str]]:
+    """Return a row for each episode in evaluations.csv or evaluations.csv.gz.
+
+    Raises ValueError if the file is damaged, FileNotFoundError if there is none.
+    """
+    data = checkpoint.read_bytes(path)
+    try:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(str(error)) from None
+    return list(csv.DictReader(io.StringIO(data.decode(), newline="")))
+
+
+def read_last_evaluation(folder: Path) -> list[Episode]:
+    """Return the episodes of a finished run's last evaluation. Raises InputError if the file is damaged."""
+    path, successes = folder / EVALUATIONS, {"": None, "0": False, "1": True}
+    try:
+        rows = read_evaluations(path)
+        if any(tuple(row) != COLUMNS for row in rows) or not (rows or checkpoint.read_bytes(path)):
+            raise ValueError
+        last = [row for row in rows if row["step"] == rows[-1]["step"]]
+        return [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
+    except (ValueError, KeyError, TypeError, FileNotFoundError):
+        raise InputError(f"{path} is missing or damaged: the run is complete, but not its evaluations") from None
+
+
+def lock_of(folder: Path, timeout: float = 0) -> FileLock:
+    """Return the lock of a run folder, which waits up to `timeout` seconds and then raises filelock.Timeout.
+
+    The system releases the lock of a process that was killed. Within a process there is one lock for each folder, so a
+    run that failed does not refuse the next one.
+    """
+    path = folder.resolve() / LOCK
+    return FileLock(path, timeout, thread_local=False, is_singleton=True, fallback_to_soft=False)

@@ -1,0 +1,27 @@
+"""Wall times of the parts of a loop."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median
+
+
+class Timings:
+    """Times of named blocks since the last `take`."""
+
+    def __init__(self) -> None:
+        self._milliseconds: dict[str, list[float]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block."""
+        start = time.perf_counter()
+        yield
+        self._milliseconds[name].append(1e3 * (time.perf_counter() - start))
+
+    def take(self) -> dict[str, float]:
+        """Return each block's median, which one stall does not move, as `time/<name>_ms`; forget the times."""
+        medians = {f"time/{name}_ms": median(times) for name, times in self._milliseconds.items()}
+        self._milliseconds.clear()
+        return medians

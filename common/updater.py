@@ -1,0 +1,48 @@
+"""How an agent's update is launched: at once or while the environments step, eager, compiled or as a CUDA graph."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from common.checkpoint import Part
+from common.timings import Timings
+
+Metrics = dict[str, Tensor]
+
+
+class Updater(Part):
+    """Calls an update, now or at the next `flush`.
+
+    A deferred update runs after the next action is chosen (`--overlap`): a GPU then learns while the environments step.
+    A checkpoint holds the pending ones, so their number and order do not depend on where a run stops.
+    """
+
+    def __init__(self, function: Callable[..., Metrics], should_defer: Callable[[], bool], timings: Timings) -> None:
+        self._function, self._should_defer, self._timings = function, should_defer, timings
+        self.metrics: Metrics = {}  # the latest of each name, since they were logged
+        self.count = 0  # calls so far, pending ones included
+        self.pending: list[dict[str, Any]] = []
+
+    def __call__(self, **constants: Any) -> None:
+        """Perform the update, or defer it. `constants` are arguments of the update, of which each set is one graph."""
+        self.count += 1
+        self.pending.append(constants)
+        if not self._should_defer():
+            self.flush()
+
+    def flush(self) -> None:
+        """Perform the pending updates."""
+        for constants in self.pending:
+            with self._timings("update"):
+                self.metrics |= self._function(**constants)
+        self.pending.clear()
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return what is pending and how many calls there were."""
+        return {"pending": list(self.pending), "count": self.count}
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` returned."""
+        self.pending, self.count = list(state["pending"]), state["count"]

@@ -1,0 +1,141 @@
+"""The environments of a run: those that it trains in, stepped together, and those that it is evaluated in."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium.spaces import flatdim
+from numpy.typing import NDArray
+
+from common.acting import uniform_actions
+from common.arguments import RunArgs
+from common.checkpoint import Part
+from common.errors import require_finite
+from common.evaluate import Act, Episode, evaluate
+from common.seeding import seeds
+from common.timings import Timings
+from envs.make import make, make_vector
+from envs.state import get_states, set_states
+from envs.vector import AsyncEnvs, Step
+
+Array = NDArray[np.float32]
+
+
+class Transitions(NamedTuple):
+    """One transition of every environment: obs and next_obs [num_envs, obs_dim], actions [num_envs, action_dim] as they
+    were chosen, rewards, terminations and truncations [num_envs]. next_obs is the true successor at an episode's end.
+    """
+
+    obs: Array
+    actions: Array
+    rewards: NDArray[np.float64]
+    next_obs: Array
+    terminations: NDArray[np.bool_]
+    truncations: NDArray[np.bool_]
+
+
+def nothing() -> None:
+    """Do nothing while the environments step."""
+
+
+class Rollout(Part):
+    """Steps the environments, resets those whose episode ended, and keeps the statistics of training episodes."""
+
+    def __init__(self, env: str, args: RunArgs, **env_kwargs: Any) -> None:
+        """`env` is an id for `envs.make.make`, which gets `env_kwargs`. Raises InputError as it does."""
+        self.envs = make_vector(env, args.num_envs, args.seed, vectorizer=args.vectorizer, **env_kwargs)
+        self._eval_envs = [make(env, **env_kwargs) for _ in range(args.eval_episodes)]
+        self._eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
+        self.obs_dim = flatdim(self.envs.single_observation_space)
+        self.action_dim = flatdim(self.envs.single_action_space)
+        self.obs: Array  # [num_envs, obs_dim], on which the policy acts next
+        self.steps = 0  # environment steps so far, those of all environments added up
+        self.exact = [True] * args.num_envs  # whether `load` restored each environment bit for bit
+        self._returns, self._lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+        self._finished: list[tuple[float, int]] = []  # return and length of episodes since the last `statistics`
+        self._timings = Timings()
+
+    def reset(self) -> None:
+        """Start the first episodes."""
+        self.obs, _ = self.envs.reset()
+
+    def step(self, actions: Array, meanwhile: Callable[[], None] = nothing) -> Transitions:
+        """Step every environment and return what happened. `meanwhile` runs first, or while other processes step.
+
+        The environments get the actions clipped to [-1, 1].
+        """
+        result = self._step(actions.clip(-1.0, 1.0), meanwhile)
+        next_obs, rewards, terminations, truncations, _ = result
+        require_finite(self.steps, next_obs=next_obs, rewards=rewards)
+        transitions = Transitions(self.obs, actions, rewards, next_obs, terminations, truncations)
+        self.steps += len(rewards)
+        self._returns += rewards
+        self._lengths += 1
+        dones = terminations | truncations
+        self.obs = next_obs
+        if dones.any():
+            self._finished += zip(self._returns[dones].tolist(), self._lengths[dones].tolist(), strict=True)
+            self._returns[dones], self._lengths[dones] = 0.0, 0
+            self.obs, _ = self.envs.reset(options={"reset_mask": dones})
+        return transitions
+
+    def _step(self, actions: Array, meanwhile: Callable[[], None]) -> Step:
+        if not isinstance(self.envs, AsyncEnvs):
+            meanwhile()
+            with self._timings("env_step"):
+                return self.envs.step(actions)
+        with self._timings("env_step"):  # with what happens meanwhile, if that takes longer
+            self.envs.step_async(actions)
+            meanwhile()
+            return self.envs.step_wait()
+
+    def random_actions(self, generator: torch.Generator) -> Array:
+        """Return uniform actions [num_envs, action_dim] in [-1, 1]."""
+        return uniform_actions(self.envs.num_envs, self.action_dim, generator)
+
+    def evaluate(self, policy: Act) -> list[Episode]:
+        """Run the evaluation episodes, the same starts each time. Training is not touched."""
+        return evaluate(policy, self._eval_envs, self._eval_seeds)
+
+    def statistics(self) -> dict[str, float]:
+        """Return the means of the training episodes that ended since the last call, and the time of a step."""
+        means: dict[str, float] = {}
+        if self._finished:
+            returns, lengths = zip(*self._finished, strict=True)
+            means = {
+                "charts/episodic_return": float(np.mean(returns)),
+                "charts/episodic_length": float(np.mean(lengths)),
+            }
+            self._finished.clear()
+        return means | self._timings.take()
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return the exact state of the training environments and of the statistics."""
+        return {
+            "envs": get_states(self.envs),
+            "steps": self.steps,
+            "returns": self._returns.tolist(),
+            "lengths": self._lengths.tolist(),
+            "finished": [list(episode) for episode in self._finished],
+        }
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` returned. `exact` [num_envs] is False where a new episode had to be started instead."""
+        self.obs, self.exact = set_states(self.envs, state["envs"])
+        self.steps = state["steps"]
+        self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
+        self._finished = [(return_, length) for return_, length in state["finished"]]
+        self.discard_unfinished_episodes(self.exact)
+
+    def discard_unfinished_episodes(self, exact: list[bool]) -> None:
+        """Forget the statistics of an episode that could not be restored: another one was started."""
+        restarted = np.logical_not(exact)
+        self._returns[restarted], self._lengths[restarted] = 0.0, 0
+
+    def close(self) -> None:
+        """End the environments and their processes."""
+        self.envs.close()
+        for env in self._eval_envs:
+            env.close()

@@ -1,0 +1,394 @@
+"""From a dataset to online learning: steps run from -offline_steps to online_steps, and 0 is the switch.
+
+Before it a step is an update on the dataset; after it a step of the environment. `--retain` selects what is sampled
+then:
+
+- none: online transitions alone, once the frozen policy has collected `--warmup-steps` (WSRL, Zhou et al. 2025);
+- append: dataset and online transitions alike, as from one growing buffer (IQL, Kostrikov et al. 2021);
+- mix: a fixed share of the dataset in every batch, spread evenly over it (RLPD, Ball et al. 2023; Cal-QL).
+"""
+
+import dataclasses
+import itertools
+import re
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common import checkpoint
+from common.arguments import BY_DOMAIN, NonNegativeInt, OffPolicyArgs, OpenFraction, Unset
+from common.errors import InputError
+from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
+from common.run import Run
+from common.run_folder import has_checkpoint, is_finished, read_config, state_path
+from envs.rollout import Rollout, Transitions
+from offline.dataset import load, read
+from offline.rewards import IDENTITY, RewardTransform
+from offline.scores import normalized, reference
+
+Array = NDArray[np.float32]
+
+
+@dataclass
+class OfflineArgs(OffPolicyArgs):
+    """What every algorithm takes that begins with a dataset."""
+
+    switch_step: ClassVar[int | None] = 0
+
+    env: str = ""
+    """Gymnasium id of the environment; the dataset's own unless given."""
+    eval_every: int = 5_000
+    """Steps between evaluations, beside those on both sides of the switch."""
+    checkpoint_every: int = 10_000
+    """Steps between checkpoints."""
+
+    # From data to online
+    dataset: str = ""
+    """A D4RL id, a Minari id, or the path of an HDF5 file in D4RL's layout."""
+    offline_steps: NonNegativeInt = 1_000_000
+    """Updates on the dataset alone."""
+    online_steps: NonNegativeInt = 0
+    """Environment steps behind them, those of all environments added up."""
+    retain: Literal["none", "append", "mix"] = "append"
+    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    offline_ratio: OpenFraction = 0.5
+    """With --retain mix: the dataset's share of each batch."""
+    warmup_steps: NonNegativeInt = 5_000
+    """With --retain none: environment steps with the frozen policy before the first online update."""
+    utd: int = 1
+    """Updates for each environment step (update-to-data ratio)."""
+    batch_size: int = 256
+    """Transitions in an update."""
+    buffer_size: int = 1_000_000
+    """Online transitions that the replay buffer holds."""
+    init_from: Path | None = None
+    """A run folder of the same algorithm, with whose networks this run begins (wsrl: of cql and iql too; expo: its base
+    policy alone)."""
+    d4rl_compat: bool = False
+    """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
+    horizon: int | None = None
+    """Time limit of a dataset's file that marks no time-outs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset:
+            raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
+        if self.offline_steps == 0 == self.online_steps:
+            raise InputError("--offline-steps and --online-steps are 0: give one of them")
+        if self.retain == "mix" and not 0 < round(self.offline_ratio * self.batch_size) < self.batch_size:
+            raise InputError(
+                f"--offline-ratio {self.offline_ratio} of {self.batch_size} transitions leaves none of one kind: "
+                "give a larger --batch-size, or another --retain"
+            )
+
+    @property
+    def task(self) -> str:
+        return Path(self.dataset).stem if self.dataset.endswith((".hdf5", ".h5")) else self.dataset
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return -self.offline_steps, self.online_steps
+
+
+T = TypeVar("T", bound=OfflineArgs)
+
+
+def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
+    """Return the arguments with the dataset's environment and the domain's presets, which are printed.
+
+    `presets` are by domain: locomotion, antmaze, maze2d, adroit, adroit-binary or kitchen. A domain without presets
+    gets those of locomotion, adroit-binary those of adroit. A flag that was given overrides its preset.
+    """
+    recording = read(args.dataset, args.d4rl_compat, args.horizon)
+    env = args.env or recording.env or ""
+    chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": env}
+    of = domain(env, args.task)
+    nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
+    if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics' sparse ones pay 10, -0.1
+        sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
+    if args.init_from and args.offline_steps is BY_DOMAIN:
+        chosen["offline_steps"] = 0
+    found = presets[nearest] if nearest else {}
+    preset = {k: v for k, v in found.items() if isinstance(getattr(args, k), Unset) and k not in chosen}
+    if preset:
+        none = "" if nearest == of else f", there is none for {of}"
+        sys.stderr.write(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
+    return dataclasses.replace(args, **chosen, **preset)
+
+
+def run_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of `--init-from`. Raises InputError if it is not a run folder with a checkpoint."""
+    if not has_checkpoint(folder):
+        raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
+    return read_config(folder, "is missing or damaged: give another --init-from")
+
+
+def domain(env: str, dataset: str) -> str:
+    """What `with_presets` tells apart, by the names of the environment and the dataset."""
+    name = f"{env} {dataset}".lower()
+    words = {"antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
+    words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
+    found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
+    binary = "binary" in name or "sparse" in dataset.lower()
+    return "adroit-binary" if found == "adroit" and binary else found
+
+
+class OfflineToOnline(checkpoint.Part):
+    """The dataset, the online transitions, and which of them are sampled when."""
+
+    def __init__(
+        self,
+        args: OfflineArgs,
+        run: Run,
+        rewards: RewardTransform = IDENTITY,
+        normalize_returns: bool = False,
+        top: float = 1.0,
+        discount: float | None = None,
+        failure: float | None = None,
+        online_returns: bool = True,
+        online_batch: int | None = None,
+        wait_for_full_batch: bool = True,
+    ) -> None:
+        """Load the dataset. `rewards` and `normalize_returns` are those of `offline.dataset.load`.
+
+        `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
+        `discount`: batches get returns-to-go with it (Cal-QL); an online episode is sampled once it is finished then.
+        `failure`: as in `Dataset.return_to_go`, but of the raw reward. `online_returns`: false if they are needed
+        before the switch alone. `online_batch`: size of an online batch; by default `args.batch_size`, as offline.
+        `wait_for_full_batch`: the first online update waits until there are more online transitions than a batch
+        takes, as in WSRL's code. Otherwise half of the first batches would be one transition.
+
+        Raises InputError as `load` does, and if the dataset's environment is unknown.
+        """
+        self.args, self._algo, self._folder = args, run.algo, run.folder
+        self._batch_sizes = {False: args.batch_size, True: online_batch or args.batch_size}  # offline, online
+        self.dataset = dataset = load(
+            args.dataset, run.device, rewards=rewards, normalize_returns=normalize_returns, compat=args.d4rl_compat,
+            horizon=args.horizon, env=args.env,
+        )  # fmt: skip
+        if top < 1.0:
+            self.dataset = dataset = dataset.top(top)
+        self.env, self.env_kwargs = dataset.evaluation_env(args.env)
+        data = dataset.buffer
+        # Nothing is overwritten when the last step of all environments goes beyond the end: a run can be extended.
+        capacity = min(args.buffer_size, args.online_steps + args.num_envs)
+        self.online_returns = online_returns and discount is not None
+        self.online = ReplayBuffer(
+            capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns
+        )
+        self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
+        self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
+        self._returns_to_go: Tensor | None = None
+        if discount is not None:
+            to_go = dataset.return_to_go(discount, self.failure)
+            self._returns_to_go = torch.from_numpy(to_go).to(run.device)
+        self._order: Tensor | None = None
+        self._fingerprint = dataset.fingerprint()
+        # --retain: the sampler, the dataset's share of a batch, and the steps without updates.
+        self._sample_online, self._offline_share, self._warmup_steps = {
+            "none": (self._from_online, 0.0, args.warmup_steps),
+            "append": (self._from_both, 1.0, 0),
+            "mix": (self._from_each, args.offline_ratio, 0),
+        }[args.retain]
+        share = self._online_share(self._batch_sizes[True])
+        self._first_batch = (share if wait_for_full_batch else 0) if self._offline_share < 1.0 else -1
+        other = dataset.env and self.env != dataset.env  # whose rewards may differ
+        if between := (reference(self.env) if other else None) or dataset.reference or reference(self.env):
+            run.score = partial(normalized, reference=between)
+        self._report(run)
+
+    def _report(self, run: Run) -> None:
+        """Print the dataset's size, and warnings."""
+        dataset = self.dataset
+        sys.stderr.write(
+            f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
+            f"evaluated in {self.env}\n"
+        )
+        if self._bounds_exceed_values():
+            sys.stderr.write(
+                "warning: rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
+                "if every step without success pays the same, give that reward as --failure-reward\n"
+            )
+        first_update = max(self._warmup_steps, self._first_batch)
+        run.warn_if_no_updates(first_update, "--warmup-steps, or the first batch,")
+
+    def rollout(self) -> Rollout:
+        """Return the dataset's environments. Raises InputError if their observations or actions have other sizes."""
+        rollout, data = Rollout(self.env, self.args, **self.env_kwargs), self.dataset.buffer
+        if (data.obs_dim, data.action_dim) != (rollout.obs_dim, rollout.action_dim):
+            raise InputError(
+                f"{self.args.dataset} has {data.obs_dim} observations and {data.action_dim} actions, "
+                f"{self.env} has {rollout.obs_dim} and {rollout.action_dim}: give another --env"
+            )
+        return rollout
+
+    def load_pretrained(
+        self, agent: object, from_algos: tuple[str, ...] = (), only: tuple[str, ...] = (),
+        must_match: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Give the agent of a new run the networks of `--init-from`, and the moments of their optimisers.
+
+        From a run of one of `from_algos` it takes what both have. With `only`, it takes those attributes, for which
+        rewards do not matter. The arguments `must_match` have to be the same there. Call it before `Run.resume`, so
+        that a run that does not fit leaves no folder. Raises InputError if it does not fit.
+        """
+        folder = self.args.init_from
+        if folder is None or has_checkpoint(self._folder):
+            return
+        config, saved = run_config(folder), checkpoint.load(state_path(folder))
+        algo, theirs = config["algo"], saved["agent"]
+        if algo not in (self._algo, *from_algos):
+            raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
+        for name in must_match:
+            if (there := config["arguments"][name]) != getattr(self.args, name):
+                raise InputError(f"{folder} was trained with --{name.replace('_', '-')} {there}: give the same here")
+        own = self.dataset.rewards
+        scale, shift = saved.get("data", saved).get("rewards", own)
+        if not only and not np.allclose((scale, shift), own):
+            flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
+            raise InputError(  # the critics' values are of them
+                f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run would from {own.scale:g} · r "
+                f"{own.shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
+            )
+        if not is_finished(folder):
+            sys.stderr.write(f"warning: {folder} is not finished: this run begins with its last checkpoint\n")
+        state_now = checkpoint.state_of(agent)
+        if algo in from_algos:
+            theirs = {name: theirs.get(name, state) for name, state in state_now.items()}
+        if only:
+            theirs = state_now | {name: theirs[name] for name in only}
+        for name, state in state_now.items():  # settings, counters and noise are this run's
+            kind = vars(agent)[name]
+            if isinstance(kind, torch.Generator | int | float | torch.optim.lr_scheduler.LRScheduler):
+                theirs[name] = state
+            elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
+                theirs[name]["param_groups"] = state["param_groups"]
+        checkpoint.restore(agent, theirs, f"{folder}'s networks do not fit: give another --init-from, or its flags")
+
+    def _bounds_exceed_values(self) -> bool:
+        """Return whether rewards before some truncation are negative: their sum ends there, the true value does not."""
+        if self.discount is None or self.failure is not None:
+            return False
+        data, horizon = self.dataset, round(1.0 / max(1.0 - self.discount, 1e-9))
+        sums = np.append(0.0, data.column("rewards").cumsum(dtype=np.float64))
+        tails = sums[data.ends] - sums[np.maximum(data.starts, data.ends - horizon)]
+        return bool((data.truncations[data.ends - 1] & (tails < 0)).any())
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the new online transitions; return what a checkpoint needs besides them."""
+        unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
+        state = {"dataset": self._fingerprint, "unfinished": unfinished, "rewards": list(self.dataset.rewards)}
+        return state | {"buffer": self.online.save(folder)}
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` returned and wrote. Raises InputError if the run began with another dataset."""
+        if state["dataset"] != self._fingerprint:
+            raise InputError(
+                f"{self.args.dataset} is not the dataset any more that {self._folder} began with: "
+                "give another --run-dir to start from scratch"
+            )
+        self.online.load(folder, state["buffer"])
+        self._unfinished = [list(rows) for rows in state["unfinished"]]
+
+    def drop_old(self, folder: Path) -> None:
+        """Delete the files of online transitions that only earlier states need."""
+        self.online.drop_old(folder)
+
+    def add(self, transitions: Transitions) -> None:
+        """Add online transitions, one of each environment, with raw rewards."""
+        obs, actions, rewards, next_obs, terminations, truncations = transitions
+        scaled = obs, actions, self.dataset.rewards(rewards), next_obs, terminations
+        if not self.online_returns:
+            self.online.add(*scaled)
+            return
+        for i, row in enumerate(pack(self.online.widths[:5], self.online.added, *scaled)):
+            self._unfinished[i].append(row)
+            if terminations[i] or truncations[i]:
+                parts = np.split(np.stack(self._unfinished[i]), np.cumsum(self.online.widths[:4]), axis=1)
+                parts.append(self.returns_to_go(parts[2][:, 0], bool(terminations[i])))
+                self.online.add(*(part[-self.online.capacity :] for part in parts))
+                self._unfinished[i].clear()
+
+    def returns_to_go(self, rewards: Array, terminated: bool) -> Array:
+        """[n], of a whole episode's scaled rewards [n], by the rule of `Dataset.return_to_go`."""
+        discount, rest = self.discount, 0.0
+        assert discount is not None
+        if self.failure is not None:
+            fails = np.isclose(rewards, self.failure)
+            rest = self.failure / (1.0 - discount) if fails.all() or (fails[-1] and not terminated) else 0.0
+        backwards = itertools.accumulate(rewards[::-1].tolist(), lambda after, r: r + discount * after, initial=rest)
+        return np.array([*backwards][1:], np.float32)[::-1]
+
+    def discard_unfinished_episodes(self, exact: list[bool]) -> None:
+        """Forget the unfinished episodes of those environments [num_envs] that were not restored exactly."""
+        self._unfinished = [rows if whole else [] for rows, whole in zip(self._unfinished, exact, strict=True)]
+
+    def _online_share(self, batch_size: int) -> int:
+        """Return how many transitions of an online batch are online ones at least."""
+        return batch_size - round(self._offline_share * batch_size)
+
+    def updates_due(self, step: int, utd: int = 1) -> int:
+        """Return how many updates belong to `step`: one before the switch, then `utd` for each environment.
+
+        None while the policy is frozen (`--retain none`), nor before the first full batch.
+        """
+        if step <= 0:
+            return 1
+        learns = self.online.added > self._first_batch and step > self._warmup_steps
+        return utd * self.args.num_envs if learns else 0
+
+    def sample(self, online: bool, generator: torch.Generator) -> Batch:
+        """Return a batch for an update before or after the switch; all on the device, as in a CUDA graph."""
+        if online:
+            return self._sample_online(self._batch_sizes[True], generator)
+        return self._from_dataset(self._batch_sizes[False], generator, self._returns_to_go)
+
+    def _from_online(self, batch_size: int, generator: torch.Generator) -> Batch:
+        return self.online.sample(batch_size, generator)
+
+    def _from_each(self, batch_size: int, generator: torch.Generator) -> Batch:
+        """A fixed share of the dataset, spread evenly over the batch."""
+        offline = batch_size - self._online_share(batch_size)
+        to_go = self._returns_to_go if self.online_returns else None
+        parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
+        order = self._interleaved(offline, batch_size)
+        return Batch(*(torch.cat(pair).index_select(0, order) for pair in zip(*map(_fields, parts), strict=True)))
+
+    def _from_dataset(self, batch_size: int, generator: torch.Generator, to_go: Tensor | None) -> Batch:
+        data = self.dataset.buffer
+        return self._data_at(torch.randint(len(data), (batch_size,), generator=generator, device=data.device), to_go)
+
+    def _data_at(self, where: Tensor, to_go: Tensor | None) -> Batch:
+        batch = self.dataset.buffer.at(where)
+        return batch if to_go is None else batch._replace(returns_to_go=to_go[where])
+
+    def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
+        """Uniform over the rows of both buffers, as if they were one."""
+        data, online = self.dataset.buffer, self.online
+        where = uniform(online.size + len(data), batch_size, generator)
+        to_go = self._returns_to_go if self.online_returns else None
+        parts = self._data_at(where.clamp(max=len(data) - 1), to_go), online.at((where - len(data)).clamp(min=0))
+        from_data = where < len(data)
+        chosen = (
+            torch.where(from_data.view(-1, *[1] * (a.dim() - 1)), a, b)
+            for a, b in zip(*map(_fields, parts), strict=True)
+        )
+        return Batch(*chosen)
+
+    def _interleaved(self, offline: int, batch_size: int) -> Tensor:
+        """An order in which neighbours have nearly the same share of the dataset: RLPD slices its batches."""
+        if self._order is None or len(self._order) != batch_size:
+            places = [(torch.arange(n) + 0.5) / n for n in (offline, batch_size - offline)]
+            self._order = torch.cat(places).argsort(stable=True).to(self.online.device)
+        return self._order
+
+
+def _fields(batch: Batch) -> list[Tensor]:
+    return [part for part in batch if part is not None]

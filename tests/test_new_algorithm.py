@@ -1,0 +1,72 @@
+"""A new algorithm is one file, its test file and its page: the tests of every algorithm find it, and hold."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import conftest
+import pytest
+from conftest import ALGORITHMS, EXAMPLE, ROOT, agent_class
+
+NAME = "newcomer"
+NEEDED = ("algos", "bench", "common", "docs", "envs", "offline", "tests", "tools", "README.md", "pyproject.toml")
+# They take longer than all others together: they kill, fill a disk, compile or learn.
+SLOW = ("kill", "full_disk", "signal", "compile", "cut_back", "pendulum", "mdp", "both_branches")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the project with a new algorithm: SAC under another name. No other file differs."""
+    for name in NEEDED:
+        source, copy = ROOT / name, tmp_path / "project" / name
+        copy.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        else:
+            shutil.copy(source, copy)
+    folder = tmp_path / "project"
+    source = (folder / "algos" / f"{EXAMPLE}.py").read_text()
+    source = re.sub(rf"\b{agent_class(EXAMPLE).__name__}\b", NAME.upper(), source)
+    (folder / "algos" / f"{NAME}.py").write_text(source.replace(f'Run("{EXAMPLE}", ', f'Run("{NAME}", '))
+    tests = (folder / "tests" / f"test_{EXAMPLE}.py").read_text()
+    small = re.search(r"^SMALL = .*$", tests, re.MULTILINE)
+    assert small
+    (folder / "tests" / f"test_{NAME}.py").write_text(f"from conftest import COMMON\n\n{small[0]}\n")
+    (folder / "docs" / f"{NAME}.md").write_text(f"# Newcomer\n\nThe code is `algos/{NAME}.py`.\n")
+    return folder
+
+
+def test_the_tests_of_every_algorithm_find_a_new_file(project: Path) -> None:
+    """All but the slow ones, which nothing but time tells from them."""
+    asking = re.compile(r"^@every_algorithm|\bwith_flag\(", re.MULTILINE)
+    files = sorted(path for path in (project / "tests").glob("test_*.py") if asking.search(path.read_text()))
+    line = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
+    line += ["-k", f"{NAME} and not ({' or '.join(SLOW)})"]
+    environment = os.environ | {"PYTHONPATH": str(project)}
+    done = subprocess.run(line, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.findall(rf"::(\w+)\[\S*{NAME}\S*\] PASSED", done.stdout)
+    assert len(passed) >= 40, done.stdout
+    assert len(set(passed)) >= 20, done.stdout
+
+
+def test_a_missing_test_file_or_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    with pytest.raises(LookupError, match=rf"algos/{NAME}\.py has no tests/test_{NAME}\.py: give it SMALL = "):
+        conftest.small_of(NAME)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / f"test_{NAME}.py").touch()
+    monkeypatch.setitem(sys.modules, f"test_{NAME}", types.ModuleType(f"test_{NAME}"))
+    with pytest.raises(LookupError, match=rf"tests/test_{NAME}\.py has no SMALL: give it SMALL = "):
+        conftest.small_of(NAME)
+
+
+def test_conftest_names_no_algorithm_but_the_example() -> None:
+    source = (ROOT / "tests" / "conftest.py").read_text()
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    assert [text for text in texts if text in ALGORITHMS] == [EXAMPLE]

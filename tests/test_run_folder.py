@@ -1,0 +1,73 @@
+"""A run folder's files are read whole or refused, and its lock keeps other processes out."""
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from filelock import Timeout
+
+from common.errors import InputError
+from common.evaluate import Episode
+from common.run_folder import COLUMNS, lock_of, read_config, read_evaluations, read_last_evaluation
+
+HOLD = "import sys, time; from pathlib import Path; from common.run_folder import lock_of\n"
+HOLD += "with lock_of(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+HEADER = ",".join(COLUMNS) + "\n"
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"algo": "sac"}', '{"algo": 1, "arguments": {}}'])
+def test_config_that_is_not_a_runs_is_refused(tmp_path: Path, text: str | None):
+    """The message has the path and what the caller wants said."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config\.json is no good$"):
+        read_config(tmp_path, "is no good")
+
+
+def test_last_evaluation_is_read(tmp_path: Path):
+    """Rows of earlier evaluations are left out."""
+    (tmp_path / "evaluations.csv").write_text(f"{HEADER}0,0,1.0,5,,\n9,0,2.5,6,1,\n9,1,3.5,7,0,50\n")
+    assert read_last_evaluation(tmp_path) == [Episode(2.5, 6, True), Episode(3.5, 7, False)]
+
+
+@pytest.mark.parametrize("text", [None, "", "step,return\n1,2\n", f"{HEADER}9,0\n", f"{HEADER}9,0,x,6,1,\n"])
+def test_damaged_evaluations_are_refused(tmp_path: Path, text: str | None):
+    """Missing, empty, of other columns, cut or not numbers."""
+    if text is not None:
+        (tmp_path / "evaluations.csv").write_text(text)
+    with pytest.raises(InputError, match="missing or damaged"):
+        read_last_evaluation(tmp_path)
+
+
+def test_compressed_evaluations(tmp_path: Path):
+    """Equal to the plain ones; a cut file raises ValueError."""
+    data = gzip.compress(b"step,return\n1,2.0\n")
+    path = tmp_path / "evaluations.csv.gz"
+    path.write_bytes(data)
+    assert read_evaluations(path) == [{"step": "1", "return": "2.0"}]
+    for damaged in (data[:-9], b"text", data[:12] + b"\xff" + data[13:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r".+"):
+            read_evaluations(path)
+
+
+def test_lock_refuses_another_process_until_it_is_killed(tmp_path: Path):
+    """The lock of a killed process is free, and a process may take its own again."""
+    line, env = [sys.executable, "-c", HOLD, str(tmp_path)], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(Timeout):
+            lock_of(tmp_path).acquire()
+        process.send_signal(signal.SIGKILL)
+    failed = lock_of(tmp_path)
+    failed.acquire()
+    again = lock_of(tmp_path)
+    again.acquire()
+    again.release(force=True)
+    assert not failed.is_locked

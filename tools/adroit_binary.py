@@ -1,0 +1,124 @@
+"""The Adroit binary tasks' datasets: human demonstrations and roll-outs of a policy that imitates them.
+
+    make binary ARGS="--demonstrations D4RL/pen/human-v2 --task pen --output data/pen-binary.hdf5"
+    make binary ARGS="--demonstrations data/pen-human.hdf5 --task pen --goes-on --output data/pen-binary-time.hdf5"
+
+As the papers' own were made (Nair et al. 2020, "AWAC", arXiv 2006.09359, by whose loaders Cal-QL, RLPD, WSRL and EXPO
+read them): 25 demonstrations, and 500 episodes of behaviour cloning. Rewards are made anew from the observations, 0
+where the task is solved and -1 elsewhere: those recorded elsewhere disagree with theirs. Two conventions:
+
+- Cal-QL's and WSRL's: episodes that never succeed are left out, the others end at their last success, and every solved
+  step is terminal;
+- RLPD's and EXPO's (--goes-on): all episodes whole, nothing is terminal.
+
+The same command again goes on where it stopped, and does nothing where its result is there.
+"""
+
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+
+from common.command_line import command_line
+from common.errors import InputError
+from common.provenance import commit, versions
+from envs.d4rl import solved
+from offline import d4rl
+from offline.dataset import Dataset, load
+from offline.environments import BINARY
+from offline.write import Transitions, recipe_at, write_d4rl
+
+
+@dataclass
+class Args:
+    """What to make."""
+
+    demonstrations: str
+    """A Minari id, or the path of an HDF5 file in D4RL's layout; D4RL's own cut demonstrations in two."""
+    output: str
+    """The file, which ends in .hdf5."""
+    task: Literal["pen", "door", "relocate"] = "pen"
+    """Whose observations the demonstrations hold."""
+    goes_on: bool = False
+    """RLPD's and EXPO's convention instead of Cal-QL's and WSRL's."""
+    rollouts: int = 500
+    """Episodes of the imitating policy."""
+    updates: int = 20_000
+    """Of that policy."""
+    seed: int = 1
+    """Fixes everything random."""
+
+
+def parts(dataset: Dataset, task: str) -> Transitions:
+    """A dataset's transitions with binary rewards, its episodes marked as cut."""
+    obs, actions, next_obs = (dataset.column(name) for name in ("obs", "actions", "next_obs"))
+    nothing, cuts = np.zeros(len(dataset), bool), np.zeros(len(dataset), bool)
+    cuts[dataset.ends - 1] = True
+    rewards = solved(task, next_obs).astype(np.float32) - 1.0
+    return Transitions(obs, actions, rewards, next_obs, nothing, nothing, cuts)
+
+
+def until_solved(data: Transitions) -> Transitions:
+    """Without the episodes that never succeed, and the others without what follows their last success."""
+    kept, terminations = np.zeros(len(data.rewards), bool), data.rewards == 0
+    for episode in data.episodes():
+        successes = np.flatnonzero(terminations[episode])
+        if len(successes):
+            kept[episode.start : episode.start + successes[-1] + 1] = True
+    if not kept.any():
+        raise InputError("no episode here ever solves the task")
+    left = Transitions(*(values[kept] for values in data))
+    return left._replace(terminations=left.rewards == 0, cuts=np.zeros(len(left.rewards), bool))
+
+
+def main(args: Args) -> None:
+    if args.demonstrations in d4rl.IDS and "-human-" in args.demonstrations:
+        raise InputError(
+            f"{args.demonstrations} marks time-outs inside its demonstrations, which are cut there (docs/d4rl.md): "
+            f"give Minari's, D4RL/{args.task}/human-v2"
+        )
+    arguments = asdict(args)
+    before = recipe_at(args.output)
+    if before is not None:
+        if before.get("arguments") != arguments:
+            raise InputError(f"{args.output} exists and was made by other arguments: give another --output")
+        sys.stderr.write(f"{args.output} exists already, made by the same command: nothing to do\n")
+        return
+    env_id = BINARY[args.task, False]
+    env = gym.make(env_id.partition(":")[2])
+    assert env.spec is not None
+    horizon = env.spec.max_episode_steps
+    assert horizon is not None
+    work = Path(args.output).with_suffix("")  # beside the result: the policy, and its roll-outs
+    policy, rollouts = work / f"bc-{args.updates}-{args.seed}", work / f"rollouts-{args.rollouts}-{args.seed}.hdf5"
+    shared = ["--env", env_id, "--seed", str(args.seed)]
+    run("algos.bc", "--dataset", args.demonstrations, *shared, "--offline-steps", str(args.updates),
+        "--eval-every", str(args.updates), "--run-dir", str(policy))  # fmt: skip
+    run("tools.collect", "--policy", str(policy), *shared, "--num-envs", "10",
+        "--transitions", str(args.rollouts * horizon), "--output", str(rollouts))  # fmt: skip
+    both = [parts(load(source), args.task) for source in (args.demonstrations, str(rollouts))]
+    counts = [sum(bool((part.rewards[e] == 0).any()) for e in part.episodes()) for part in both]
+    data = Transitions(*map(np.concatenate, zip(*both, strict=True)))
+    data = data if args.goes_on else until_solved(data)
+    recipe: dict[str, Any] = {"arguments": arguments, "versions": versions(), "commit": commit()}
+    recipe |= {"solved demonstrations": counts[0], "solved roll-outs": counts[1], "transitions": len(data.rewards)}
+    env_id = BINARY[args.task, not args.goes_on]
+    write_d4rl(Path(args.output), data, env_id, gym.make(env_id.partition(":")[2]), recipe)
+    sys.stderr.write(
+        f"{len(data.rewards):,} transitions, {(data.rewards == 0).mean():.0%} of them solved; solved at some step: "
+        f"{counts[0]} demonstrations, {counts[1]} of {args.rollouts} roll-outs of {horizon} steps; in {args.output}\n"
+    )
+
+
+def run(module: str, *arguments: str) -> None:
+    """One of our commands, to its end."""
+    if subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode:
+        raise InputError(f"{module} failed: see above")
+
+
+if __name__ == "__main__":
+    command_line(main, Args)

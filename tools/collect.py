@@ -1,0 +1,289 @@
+"""Makes a dataset: from a random policy, a checkpoint, a Stable-Baselines3 file, or a run's whole replay buffer.
+
+    python -m tools.collect --env Hopper-v4 --policy random --output hopper-random.hdf5
+    python -m tools.collect --policy runs/sac__Hopper-v4__1 --output minari:hopper/medium-v0
+    python -m tools.collect --policy runs/sac__Hopper-v4__1 tqc-hopper-v3.zip --output hopper-medium-expert.hdf5
+    python -m tools.collect --replay runs/sac__Hopper-v4__1 --output hopper-medium-replay.hdf5
+
+The data are a function of these arguments: sync and async give the same, bit for bit. The environments of a policy
+share its transitions evenly, whatever the length of their episodes, so that short ones are not favoured; each
+environment's last episode is cut where its share ends, and stored as one that timed out. The same command again does
+nothing.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, flatdim
+from gymnasium.vector import VectorEnv
+from gymnasium.wrappers.utils import rescale_box
+from tqdm import tqdm
+
+from common.arguments import at_least
+from common.command_line import command_line
+from common.errors import Finished, InputError, require_finite
+from common.provenance import commit, versions
+from common.replay_buffer import ReplayBuffer
+from common.seeding import seeds
+from envs.make import make, make_vector
+from offline.write import MINARI, Infos, Transitions, recipe_at, write_d4rl, write_minari
+from tools.policies import Array, Policy, RunFolder, load_policy, read_run
+
+
+@dataclasses.dataclass
+class Args:
+    output: str
+    """Where to: a file that ends in .hdf5, in D4RL's layout, or minari:namespace/name-v0."""
+    env: str | None = None
+    """Gymnasium id of the environment; that of the run folder unless given."""
+    policy: tuple[str, ...] = ()
+    """random, waypoints (maze2d), a run folder, or a Stable-Baselines3 .zip; several share the transitions evenly."""
+    replay: Path | None = None
+    """Instead of --policy: a run folder, for all transitions in the replay buffer of its checkpoint."""
+    ref_scores: tuple[float, float] | None = None
+    """Returns that stand for the scores 0 and 100, to be stored with the data."""
+
+    # With --policy
+    transitions: int = 1_000_000
+    """Transitions to collect."""
+    seed: int = 1
+    """Fixes everything random: the environments and the policies' noise."""
+    num_envs: int = 10
+    """Environments stepped together."""
+    vectorizer: Literal["sync", "async"] = "sync"
+    """How: one after another, or each in a process of its own."""
+    deterministic: bool = False
+    """Act without the policy's noise."""
+
+    def __post_init__(self) -> None:
+        if bool(self.policy) == bool(self.replay):
+            raise InputError("give either --policy or --replay")
+        with_policy = ("transitions", "seed", "num_envs", "vectorizer", "deterministic")
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if self.replay and (meant := [f"--{name.replace('_', '-')}" for name in with_policy if name in changed]):
+            raise InputError(f"{', '.join(meant)}: with --policy only; --replay takes the buffer as it is")
+        at_least(0, seed=self.seed)
+        at_least(1, num_envs=self.num_envs, transitions=self.transitions)
+        if self.transitions < len(self.policy) * self.num_envs:
+            raise InputError(
+                f"--transitions is {self.transitions}: give at least one for each policy in each environment, "
+                f"{len(self.policy) * self.num_envs}"
+            )
+        if self.ref_scores and not (np.isfinite(self.ref_scores).all() and self.ref_scores[0] < self.ref_scores[1]):
+            raise InputError(f"--ref-scores are {self.ref_scores}: give two numbers, the smaller one first")
+
+
+def collect(args: Args) -> None:
+    """Makes the dataset and says what is in it; exits with 0 where the same is there already.
+
+    Raises InputError where the arguments, a policy or the output do not fit, RunError where the data are not finite.
+    """
+    # The sums in a matrix product, and so the data, may depend on the number of threads.
+    torch.set_num_threads(1)
+    run = read_run(args.replay) if args.replay else None
+    env_id = _environment(args, run)
+    make(env_id).close()  # registers it, or refuses it in words
+    spec = gym.registry[env_id.rpartition(":")[2]]
+    env: gym.Env[Any, Any] = gym.make(spec, disable_env_checker=True)  # without our wrappers
+    policies = [
+        load_policy(source, env, seeds(args.seed, f"policy {i}", 1)[0], args.deterministic)
+        for i, source in enumerate(args.policy)
+    ]
+    arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
+    recipe: dict[str, Any] = {
+        "arguments": arguments | {"env": env_id},
+        "sources": [run.facts | {"kind": "replay buffer"}] if run else [policy.facts for policy in policies],
+        "versions": versions(),
+        "commit": commit(),
+    }
+    before = recipe_at(args.output)
+    if before is not None:
+        _same_or_refuse(args.output, before, recipe)
+    try:
+        infos: Infos = {}  # a replay buffer has none
+        data = _replayed(run, env) if run else _collected(args, env_id, env, policies, infos)
+        facts = _facts(data)
+        recipe |= facts
+        if args.output.startswith(MINARI):
+            write_minari(args.output.removeprefix(MINARI), data, env, recipe, args.ref_scores, infos)
+        else:
+            write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: nothing was written\n")
+        raise SystemExit(130) from None
+    said = (
+        f"{facts['transitions']:,} transitions, {facts['episodes']:,} episodes ({facts['cut_episodes']:,} of them cut)"
+    )
+    if facts["return"]:
+        said += "; return of the others: mean {mean:,.1f}, min {min:,.1f}, max {max:,.1f}".format(**facts["return"])
+    sys.stderr.write(f"{said}; written to {args.output}\n")
+
+
+def _environment(args: Args, run: RunFolder | None) -> str:
+    folders = [run] if run else [read_run(Path(source)) for source in args.policy if Path(source).is_dir()]
+    trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
+    if run and trained_on and args.env not in (None, trained_on):
+        raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
+    if run and not trained_on and args.env:
+        sys.stderr.write(f"warning: {run.path} played its dataset's environment: see that {args.env} is the same\n")
+    env_id = args.env or trained_on
+    if env_id is None:
+        raise InputError("no policy here names its environment: give --env")
+    return env_id
+
+
+def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Where the policies lie, and how environments are stepped, does not change the data; a policy's bytes do."""
+    irrelevant = ("output", "policy", "replay", "vectorizer")
+    try:
+        there, here = ({"sources": r["sources"]} | r["arguments"] for r in (before, now))
+    except (KeyError, TypeError):
+        there, here = {}, {"recipe": None}
+    here = {k: list(v) if isinstance(v, tuple) else v for k, v in here.items()}  # as JSON gives it back
+    differ = [k for k in here if k not in irrelevant and there.get(k) != here[k]]
+    if differ:
+        listed = ", ".join(f"{k} ({there.get(k)} there, {here[k]} here)" for k in differ if k != "sources")
+        raise InputError(
+            f"{output} exists and holds other data: {listed or 'the policies are others'}\ngive another --output"
+        )
+    raise Finished(f"{output} exists already, made by the same command: nothing to do")
+
+
+def _collected(args: Args, env_id: str, env: gym.Env[Any, Any], policies: list[Policy], infos: Infos) -> Transitions:
+    """Return the policies' transitions, and fill `infos`: all numbers for a Minari dataset, which stores them."""
+    parts: list[Transitions] = []
+    numeric: set[str] = set()  # names of infos that are not bools alone
+    kwargs = {"all_infos": True} if args.output.startswith(MINARI) else {}
+    with tqdm(total=args.transitions, unit=" transitions", disable=None) as progress:
+        for i, policy in enumerate(policies):
+            share = args.transitions // len(policies) + (i < args.transitions % len(policies))
+            envs = make_vector(env_id, args.num_envs, args.seed, f"collection {i}", args.vectorizer, **kwargs)
+            with contextlib.closing(envs):
+                note = partial(_note, infos, numeric, args.transitions, sum(len(part.rewards) for part in parts))
+                parts.append(roll_out(policy, envs, share, progress, note))
+    infos |= {name: values == 1.0 for name, values in infos.items() if name not in numeric}
+    return _in_own_units(Transitions(*map(np.concatenate, zip(*parts, strict=True))), env)
+
+
+def _note(
+    infos: Infos, numeric: set[str], transitions: int, first: int, when: int, rows: Array, told: dict[str, Any]
+) -> None:
+    """Store what environments told with obs (`when` is 0) or next_obs (1) of the transitions first + rows [n].
+
+    `told`: a vector environment's infos, of which the first n environments count; masks have "_" in front.
+    `numeric`: receives the names whose values are not all bools.
+    """
+    for name in (name for name in told if name[:1] != "_"):
+        known = told[f"_{name}"][: len(rows)]
+        values = told[name][: len(rows)][known]
+        if not all(isinstance(value, bool | np.bool_) for value in values):
+            numeric.add(name)
+        if name not in infos:
+            infos[name] = np.full((2, transitions), np.nan)
+        infos[name][when, first + rows[known]] = values.astype(np.float64)
+
+
+def roll_out(
+    policy: Policy,
+    envs: VectorEnv[Array, Array, Array],
+    transitions: int,
+    progress: Any,
+    note: Callable[[int, Array, dict[str, Any]], None],
+) -> Transitions:
+    """That many transitions, evenly from each of `envs` (freshly made), one environment's after the other's.
+
+    Actions are in [-1, 1], as the policy gave them. `note`: receives what the environments told with obs (0) and with
+    next_obs (1) of the rows [n]. Raises RunError where the environment gives what is not finite.
+    """
+    n = envs.num_envs
+    counts = [transitions // n + (i < transitions % n) for i in range(n)]
+    shapes = [flatdim(envs.single_observation_space), flatdim(envs.single_action_space)]
+    floats = [np.empty((counts[0], n, *shape), np.float32) for shape in ([shapes[0]], [shapes[1]], [], [shapes[0]])]
+    bools = [np.zeros((counts[0], n), bool) for _ in range(3)]
+    data = Transitions(*floats, *bools)
+    starts = np.cumsum([0, *counts[:-1]])
+    obs, info = envs.reset()
+    for step in range(counts[0]):
+        rows = step + starts[: min(n, transitions - step * n)]
+        note(0, rows, info)
+        actions = policy(obs)
+        next_obs, rewards, terminations, truncations, info = envs.step(actions)
+        require_finite(step * n, obs=next_obs, rewards=rewards)
+        note(1, rows, info)
+        for values, new in zip(data, (obs, actions, rewards, next_obs, terminations, truncations), strict=False):
+            values[step] = new
+        dones = terminations | truncations
+        obs, info = envs.reset(options={"reset_mask": dones}) if dones.any() else (next_obs, {})
+        progress.update(len(rows))
+    for i, count in enumerate(counts):
+        data.cuts[count - 1, i] = not (data.terminations[count - 1, i] or data.truncations[count - 1, i])
+    return Transitions(*(np.concatenate([values[:count, i] for i, count in enumerate(counts)]) for values in data))
+
+
+def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
+    """All transitions in a run's replay buffer, one environment's after the other's, with the environment's rewards.
+
+    An episode ends where a termination is stored, or where the environment's next row does not begin where this one
+    ended: there was a time limit. The newest episode of each environment is cut. Where the buffer is full, the oldest
+    episode of each may lack its beginning, which is no longer there.
+    """
+    data = run.state.get("data", run.state)  # of a run that began with a dataset
+    if "buffer" not in data or "buffer_size" not in run.arguments:
+        raise InputError(f"{run.path} keeps no replay buffer ({run.algo}): give it as --policy")
+    obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
+    # With returns-to-go (Cal-QL) it holds whole episodes one after the other, else a step of each environment in turn.
+    whole = len(data["buffer"]["widths"]) > len(ReplayBuffer(1, obs_dim, action_dim).widths)
+    num_envs = 1 if whole else int(run.arguments["num_envs"])
+    buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole)
+    buffer.load(run.path / "checkpoint" / "replay", data["buffer"])
+    if not len(buffer):
+        raise InputError(f"{run.path} has an empty replay buffer")
+    numbers = np.arange(buffer.added - len(buffer), buffer.added)  # of the transitions, the oldest first
+    numbers = numbers[np.argsort(numbers % num_envs, kind="stable")]
+    rows = buffer.rows[torch.from_numpy(numbers % buffer.capacity)].numpy()
+    obs, actions, rewards, next_obs, terminations = np.split(rows, np.cumsum(buffer.widths)[:-1], axis=1)[:5]
+    scale, shift = data.get("rewards", (1.0, 0.0))
+    rewards = ((rewards.astype(np.float64) - shift) / scale).astype(np.float32)
+    ends = terminations[:, 0] > 0
+    newest = np.append(np.diff(numbers % num_envs) != 0, not whole)  # under way
+    breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)  # bit for bit
+    transitions = Transitions(
+        obs, actions, rewards[:, 0], next_obs, ends, truncations=breaks & ~ends & ~newest, cuts=newest & ~ends
+    )
+    return _in_own_units(transitions, env)
+
+
+def _in_own_units(data: Transitions, env: gym.Env[Any, Any]) -> Transitions:
+    """The very actions that the environment got: what envs.make makes of those in [-1, 1], or a little beyond."""
+    box = env.action_space
+    assert isinstance(box, Box)
+    actions = data.actions.astype(box.dtype)
+    if (box.low != -1).any() or (box.high != 1).any():
+        one = np.ones_like(box.low)
+        actions = rescale_box(box, -one, one)[2](actions)
+    return data._replace(actions=np.clip(actions, box.low, box.high))
+
+
+def _facts(data: Transitions) -> dict[str, Any]:
+    """Counts, and the returns of the episodes that were not cut."""
+    episodes = list(data.episodes())
+    whole = [float(data.rewards[e].sum(dtype=np.float64)) for e in episodes if not data.cuts[e.stop - 1]]
+    returns = {"mean": float(np.mean(whole)), "min": min(whole), "max": max(whole)} if whole else None
+    return {
+        "transitions": len(data.rewards),
+        "episodes": len(episodes),
+        "cut_episodes": len(episodes) - len(whole),
+        "return": returns,
+    }
+
+
+if __name__ == "__main__":
+    command_line(collect, Args)

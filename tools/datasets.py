@@ -1,0 +1,135 @@
+"""Our own suite of datasets: halfcheetah, hopper, walker2d × medium, medium-replay, expert, 200 000 transitions each.
+
+    make datasets                                  # into data/, what is in them into results/datasets/ or beside them
+    make datasets ARGS="--experts path/to/zips"    # with the experts' policies from there instead of the web
+
+As D4RL made its own (Fu et al. 2020, section 5): an online run that stops near a third of the expert's return gives
+medium (its policy's samples) and medium-replay (its whole replay buffer); another agent gives expert. The runs are
+small on purpose: learning must take all of the 200 000 steps that the replay buffer holds. Each command does nothing
+where its result is there already, so a suite that was stopped goes on.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+
+from common.checkpoint import replacing
+from common.errors import InputError
+from offline.dataset import load
+from offline.download import download
+
+ROOT = Path(__file__).resolve().parents[1]
+AGENTS = "https://github.com/DLR-RM/rl-trained-agents/raw/master/tqc"  # MIT licence
+TRANSITIONS = 200_000
+
+
+class Robot(NamedTuple):
+    """How a robot's datasets are made: its environment, the flags of the medium run, the expert's file and SHA-256."""
+
+    env: str
+    medium: str
+    expert: str
+    sha256: str
+
+
+SUITE = {
+    "halfcheetah": Robot(
+        "HalfCheetah-v4",
+        "--hidden 64 64 --actor-lr 1e-4 --critic-lr 1e-4 --alpha-lr 1e-4",
+        "HalfCheetah-v3",
+        "836e9f4d641c68c06e6dbe6c06f907eda943627ef1cece324bac4d007a757b9f",
+    ),
+    "hopper": Robot(
+        "Hopper-v4",
+        "--hidden 64 64",
+        "Hopper-v3",
+        "ad04cf1b354adb8810cd2a98f45f3c5179bd5c6d9fa83a1a7b8c1157094417e3",
+    ),
+    "walker2d": Robot(
+        "Walker2d-v4",
+        "--hidden 128 128 --actor-lr 4e-4 --critic-lr 4e-4 --alpha-lr 4e-4",
+        "Walker2d-v3",
+        "329d4c4e0983a53e67c27cd3f69a2d3a8bb3e93aeb2de639ba68f9b6af5eb7e1",
+    ),
+}
+
+
+@dataclass
+class Args:
+    """Where things lie."""
+
+    folder: Path = ROOT / "data"
+    """The datasets and the runs that make them."""
+    experts: Path = ROOT / "data" / "policies"
+    """tqc-<robot>-v3.zip of Stable-Baselines3's trained agents; downloaded where missing."""
+    jobs: int = 2
+    """Commands at once, one thread each."""
+
+
+def build(name: str, args: Args) -> None:
+    """The three datasets of one robot."""
+    robot = SUITE[name]
+    run, expert = args.folder / "runs" / name, args.experts / f"tqc-{name}-v3.zip"
+    if not expert.exists():
+        download(f"{AGENTS}/{robot.expert}_1/{robot.expert}.zip", expert, lambda part: _check(part, robot.sha256))
+    _check(expert, robot.sha256)
+    train = f"algos/sac.py --env {robot.env} --seed 1 --total-steps {TRANSITIONS} --eval-every 10000 {robot.medium}"
+    _run(f"{train} --run-dir", str(run))
+    collect = f"-m tools.collect --env {robot.env} --transitions {TRANSITIONS}"
+    _run(f"{collect} --policy", str(run), "--output", str(args.folder / f"{name}-medium.hdf5"))
+    _run("-m tools.collect --replay", str(run), "--output", str(args.folder / f"{name}-medium-replay.hdf5"))
+    _run(f"{collect} --policy", str(expert), "--output", str(args.folder / f"{name}-expert.hdf5"))
+
+
+def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "results" / "datasets") -> None:
+    """What is in a dataset, into results/datasets/, where another of its name is not described already, else beside it.
+
+    Coverage is relative to the robot's replay buffer.
+    """
+    path, reference = folder / f"{name}-{kind}.hdf5", folder / f"{name}-medium-replay.hdf5"
+    beside, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
+    _run("-m tools.inspect_dataset", str(path), "--reference", str(reference), "--json", str(beside))
+    found = json.loads(beside.read_text())
+    del found["columns"]
+    found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
+    if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
+        out = beside
+        sys.stderr.write(f"{path} is not the one that the results are of: described in {out}\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as file:
+        file.write((json.dumps(found, indent=1) + "\n").encode())
+
+
+def _check(path: Path, sha256: str) -> None:
+    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise InputError(f"{path} is not the expert that the suite is made of (SHA-256 {sha256})")
+
+
+def _run(line: str, *paths: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *line.split(), *paths], check=True, cwd=ROOT, env=environment)
+
+
+def main(args: Args) -> None:
+    """Builds and describes all of them."""
+    args.folder, args.experts = args.folder.resolve(), args.experts.resolve()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda name: build(name, args), SUITE))
+    for name in SUITE:
+        for kind in ("medium", "medium-replay", "expert"):
+            describe(name, kind, args.folder)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except (InputError, subprocess.CalledProcessError) as error:
+        sys.exit(f"datasets: {error}")

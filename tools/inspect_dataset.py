@@ -1,0 +1,317 @@
+"""What is in a dataset, before training on it.
+
+    python -m tools.inspect_dataset hopper-medium-v2
+    python -m tools.inspect_dataset data/mine.hdf5 --picture returns.png
+    python -m tools.inspect_dataset data/mine.hdf5 --env Humanoid-v5
+    python -m tools.inspect_dataset data/mine.hdf5 --reference data/mine-replay.hdf5 --json facts.json
+
+Trajectory quality (TQ) and state-action coverage (SACo) as Schweighofer et al. 2022, "A Dataset Perspective on Offline
+Reinforcement Learning", arXiv 2111.04714, define them: TQ is the mean return, 0 where a random policy's and 1 where an
+expert's is; SACo is the number of distinct state-action pairs over that of a reference dataset, its authors' choice
+being the whole replay buffer of an online run. Continuous pairs count as equal in the same cell of a grid of five
+edges a dimension over the reference's range, as in their evaluation of D4RL.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+
+from common.checkpoint import replacing
+from common.command_line import command_line
+from common.errors import InputError
+from offline.dataset import read
+from offline.hdf5 import opened
+from offline.recording import Array, RawDataset, TransitionBlock, action_box, distance_outside, warn_of_another_box
+from offline.scores import normalized
+
+EDGES = 5  # of SACo's grid, a dimension
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Args:
+    dataset: Annotated[str, tyro.conf.Positional]
+    """A D4RL id, a Minari id, or the path of an HDF5 file in D4RL's layout."""
+    reference: str | None = None
+    """Another dataset, to which state-action coverage is relative."""
+    d4rl_compat: bool = False
+    """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
+    horizon: int | None = None
+    """Time limit of a file that marks no time-outs; of --reference too, unless that marks its own."""
+    env: str | None = None
+    """The environment whose box of actions is used if the file does not state its own, instead of the one it names.
+    A line is printed if the file states another box."""
+    picture: Path | None = None
+    """Write the distribution of returns to this file (.png, .pdf, .svg)."""
+    json: Path | None = None
+    """Write all figures to this file too."""
+
+
+@dataclass
+class _Columns:
+    """Running minimum, maximum, mean and deviation of each column, over finite numbers."""
+
+    low: Array
+    high: Array
+    count: Array
+    total: Array
+    squares: Array
+
+    @classmethod
+    def of(cls, width: int) -> "_Columns":
+        return cls(np.full(width, np.inf), np.full(width, -np.inf), *(np.zeros(width) for _ in range(3)))
+
+    def add(self, values: Array) -> None:
+        """values [n, width]."""
+        values = values.reshape(len(values), -1).astype(np.float64)
+        finite = np.isfinite(values)
+        self.low = np.minimum(self.low, np.where(finite, values, np.inf).min(0))
+        self.high = np.maximum(self.high, np.where(finite, values, -np.inf).max(0))
+        values = np.where(finite, values, 0.0)
+        self.count += finite.sum(0)
+        self.total += values.sum(0)
+        self.squares += np.square(values).sum(0)
+
+    def facts(self) -> dict[str, Any]:
+        count = np.maximum(self.count, 1)
+        mean = self.total / count
+        deviation = np.sqrt(np.maximum(self.squares / count - np.square(mean), 0.0))
+        return {"min": self.low.tolist(), "max": self.high.tolist(), "mean": mean.tolist(), "std": deviation.tolist()}
+
+
+def facts(recording: RawDataset, reference: RawDataset | None = None, env: str | None = None) -> dict[str, Any]:
+    """All that is reported, as plain numbers; reads the data once, block by block, and once more for `reference`.
+
+    `env`: as in `offline.dataset.load`. Raises InputError if its box of actions cannot be had.
+    """
+    box = _box(recording, env)
+    columns = {name: _Columns.of(width) for name, width in _widths(recording).items()}
+    not_finite = dict.fromkeys(TransitionBlock._fields, 0)
+    outside = saturated = terminations = 0
+    hashes: list[NDArray[np.uint64]] = []
+    action_hashes: list[NDArray[np.uint64]] = []
+    last_terminations, seen = [], 0
+    for block in recording.blocks():
+        for name, values in zip(TransitionBlock._fields, block, strict=True):
+            not_finite[name] += int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
+        for name in columns:
+            columns[name].add(getattr(block, name))
+        if box is not None:
+            distance = distance_outside(block.actions, *box)
+            outside += int((distance > 0).any(1).sum())
+            saturated += int((distance == 0).any(1).sum())
+        terminations += int((block.terminations > 0).sum())
+        hashes.append(_hashes(_words(*block)))
+        action_hashes.append(_hashes(_words(block.actions)))
+        inside = recording.ends[(recording.ends > seen) & (recording.ends <= seen + len(block.rewards))] - 1 - seen
+        last_terminations.append(block.terminations[inside] > 0)
+        seen += len(block.rewards)
+    not_finite["rewards"] = max(not_finite["rewards"], len(recording.bad_reward_rows))  # lost ones too
+    returns, lengths = recording.returns(), np.diff(recording.ends, prepend=0)
+    found: dict[str, Any] = {
+        "id": recording.id,
+        "environment": env or recording.env or recording.untrusted_env,
+        "transitions": len(recording),
+        "episodes": len(lengths),
+        "obs_dim": recording.obs_dim,
+        "action_dim": recording.action_dim,
+        "terminated episodes": int(np.concatenate(last_terminations).sum()),
+        "truncated episodes": len(lengths) - int(np.concatenate(last_terminations).sum()),
+        "terminations inside episodes": terminations - int(np.concatenate(last_terminations).sum()),
+        "last steps without a successor": int((~np.isnan(recording.dropped_final_rewards)).sum()),
+        "lengths": _quantiles(lengths),
+        "returns": _quantiles(returns),
+        "duplicate transitions": _duplicates(hashes),
+        "duplicate actions": _duplicates(action_hashes),
+        "action box": None if box is None else [np.broadcast_to(end, recording.action_dim).tolist() for end in box],
+        "transitions with actions outside their bounds": None if box is None else outside,
+        "transitions with actions at their bounds": None if box is None else saturated,
+        "transitions not finite": not_finite,
+        "columns": {name: column.facts() for name, column in columns.items()},
+        "constant obs columns": int((columns["obs"].low == columns["obs"].high).sum()),
+        "score": None,
+        "TQ": None,
+        "SACo": None,
+    }
+    pays_once = "kitchen" in f"{recording.id} {recording.env}"  # what scores; its files count at every step
+    if recording.reference is not None and not pays_once:
+        found["score"] = float(normalized(returns.mean(), recording.reference))
+        found["TQ"] = found["score"] / 100.0
+    if reference is not None:
+        found["SACo"], found["SACo of"] = coverage(recording, reference), reference.id
+    return found
+
+
+def _box(recording: RawDataset, env: str | None) -> tuple[Array, Array] | None:
+    """The box of the actions, None if nothing states it: one may look at any file."""
+    try:
+        if env:
+            warn_of_another_box(recording, env)
+        return action_box(recording, env)
+    except InputError:
+        if env:
+            raise
+        return None
+
+
+def coverage(recording: RawDataset, reference: RawDataset) -> float:
+    """SACo: distinct cells of `recording` over those of `reference`, in equally many transitions of both, the first.
+
+    Raises InputError where their observations or actions have different widths.
+    """
+    if _widths(recording) != _widths(reference):
+        raise InputError(
+            f"{recording.id} and {reference.id} differ in their observations or actions: no common coverage"
+        )
+    count = min(len(recording), len(reference))
+    low = np.min([part.min(0) for part in _pairs(reference, count)], axis=0)
+    high = np.max([part.max(0) for part in _pairs(reference, count)], axis=0)
+    return _cells(recording, count, low, high) / _cells(reference, count, low, high)
+
+
+def _cells(recording: RawDataset, count: int, low: Array, high: Array) -> int:
+    edges = np.linspace(low, high, EDGES)
+    return len(np.unique(np.concatenate([_hashes(_cell(part, edges)) for part in _pairs(recording, count)])))
+
+
+def _cell(pairs: Array, edges: Array) -> NDArray[np.uint32]:
+    """How many of its dimension's edges each coordinate has reached, [n, dim]."""
+    cells = np.zeros(pairs.shape, np.uint32)
+    for edge in edges:
+        cells += pairs >= edge
+    return cells
+
+
+def _pairs(recording: RawDataset, count: int) -> Iterator[Array]:
+    """The first `count` pairs of observation and action, [n, obs_dim + action_dim], finite ones only, in blocks."""
+    for block in recording.blocks():
+        pairs = np.concatenate([block.obs, block.actions], axis=1)[:count].astype(np.float32)
+        yield pairs[np.isfinite(pairs).all(1)]
+        count -= len(block.rewards)
+        if count <= 0:
+            return
+
+
+def _widths(recording: RawDataset) -> dict[str, int]:
+    return {"obs": recording.obs_dim, "actions": recording.action_dim, "rewards": 1}
+
+
+def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """[n]: a number for each row of words [n, dim], its words' products with random odd numbers, added modulo 2⁶⁴.
+
+    Equal rows have equal numbers; unequal ones by chance, with a probability of 2⁻³² at most.
+    """
+    factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
+    numbers: NDArray[np.uint64] = words.astype(np.uint64) @ factors
+    return numbers
+
+
+def _words(*parts: Array) -> NDArray[np.uint32]:
+    """The bits of the float32 numbers of parts [n, dim] or [n]: [n, words]."""
+    rows = [np.asarray(part, np.float32).reshape(len(part), -1) for part in parts]
+    return np.concatenate(rows, axis=1).view(np.uint32)
+
+
+def _duplicates(hashes: list[NDArray[np.uint64]]) -> int:
+    """How many are equal to one before them."""
+    numbers = np.concatenate(hashes)
+    return len(numbers) - len(np.unique(numbers))
+
+
+def _quantiles(values: Array) -> dict[str, float]:
+    names = ("min", "quarter", "median", "three quarters", "max")
+    with np.errstate(invalid="ignore"):  # of returns that are not finite
+        found = dict(zip(names, np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist(), strict=True))
+        return {"mean": float(np.mean(values)), "std": float(np.std(values))} | found
+
+
+def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
+    """The facts for a reader at a terminal."""
+    n, r, steps = found["transitions"], found["returns"], found["lengths"]
+    obs, actions, rewards = (found["columns"][name] for name in ("obs", "actions", "rewards"))
+    bounds = "bounds unknown: give --env"
+    if found["transitions with actions outside their bounds"] is not None:
+        low, high = found["action box"]
+        bounds = (
+            f"{found['transitions with actions outside their bounds'] / n:.2%} of transitions outside their bounds "
+            f"({min(low):.4g} to {max(high):.4g}), {found['transitions with actions at their bounds'] / n:.2%} at them"
+        )
+    bad = {name: count for name, count in found["transitions not finite"].items() if count}
+    lines = [
+        f"{found['id']}: {n:,} transitions in {found['episodes']:,} episodes of "
+        f"{found['environment'] or 'an unknown environment'}",
+        f"episodes   {found['terminated episodes']:,} terminated, {found['truncated episodes']:,} cut; "
+        f"{steps['min']:,.0f} to {steps['max']:,.0f} steps, median {steps['median']:,.0f}",
+        f"returns    mean {r['mean']:,.1f} ± {r['std']:,.1f}; quartiles "
+        f"{r['min']:,.1f} | {r['quarter']:,.1f} | {r['median']:,.1f} | {r['three quarters']:,.1f} | {r['max']:,.1f}",
+        f"           {_bars(returns)}",
+        f"rewards    {rewards['min'][0]:.4g} to {rewards['max'][0]:.4g}, mean {rewards['mean'][0]:.4g}",
+        f"obs        {found['obs_dim']} columns, {min(obs['min']):.4g} to {max(obs['max']):.4g}, deviations "
+        f"{min(obs['std']):.3g} to {max(obs['std']):.3g}, {found['constant obs columns']} constant",
+        f"actions    {found['action_dim']} columns, {min(actions['min']):.4g} to {max(actions['max']):.4g}; {bounds}",
+        f"duplicates {found['duplicate transitions']:,} transitions, {found['duplicate actions']:,} actions",
+        f"not finite {', '.join(f'{count:,} {name}' for name, count in bad.items()) or 'none'}",
+    ]
+    if lost := found["last steps without a successor"]:
+        lines.insert(2, f"           {lost:,} last steps have no successor: they count in the returns only")
+    if found["terminations inside episodes"]:
+        lines.append(f"warning    {found['terminations inside episodes']:,} terminations inside episodes")
+    if found["TQ"] is not None:
+        lines.append(f"TQ         {found['TQ']:.3f} (normalised score {found['score']:.1f})")
+    if found["SACo"] is not None:
+        lines.append(f"SACo       {found['SACo']:.3f} of {found['SACo of']}")
+    return "\n".join(lines)
+
+
+def _bars(returns: NDArray[np.float64]) -> str:
+    finite = returns[np.isfinite(returns)]
+    if not len(finite):
+        return ""
+    counts = np.histogram(finite, 60)[0]
+    return "".join(BARS[int(np.ceil(8 * count / counts.max()))] for count in counts)
+
+
+def draw(returns: NDArray[np.float64], title: str, path: Path) -> None:
+    """The distribution of returns, and what share of episodes lies below each."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(returns, bins=60, color="tab:blue", alpha=0.6)
+    axes.set(title=title, xlabel="return", ylabel="episodes")
+    share = axes.twinx()
+    share.plot(np.sort(returns), np.arange(1, len(returns) + 1) / len(returns), color="tab:orange")
+    share.set(ylabel="share of episodes with at most this return", ylim=(0, 1.02))
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix.lstrip(".") or "png", dpi=120)
+
+
+def _horizon_of_reference(args: Args) -> int | None:
+    """Return the time limit that the user gave, if the reference is a file that does not mark its time-outs."""
+    if args.horizon is None or not Path(str(args.reference)).is_file():
+        return None
+    with opened(Path(str(args.reference))) as file:
+        return None if "timeouts" in file else args.horizon
+
+
+def main(args: Args) -> None:
+    """Prints what `args.dataset` holds."""
+    recording = read(args.dataset, args.d4rl_compat, args.horizon)
+    reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
+    found, returns = facts(recording, reference, args.env), recording.returns()
+    print(describe(found, returns))  # noqa: T201
+    if args.json is not None:
+        with replacing(args.json) as file:
+            file.write(json.dumps(found, indent=1).encode())
+    if args.picture is not None:
+        draw(returns, f"{recording.id}: {len(returns):,} episodes", args.picture)
+
+
+if __name__ == "__main__":
+    command_line(main, Args)

@@ -1,0 +1,235 @@
+"""A trained policy to look at: an mp4, also where there is no display, or a window.
+
+    make video RUN=runs/sac__Hopper-v4__1 ARGS="--episodes 3"
+    make play RUN=runs/sac__Hopper-v4__1
+
+The episodes are those of the run's own evaluations, at the speed of the simulated time. docs/video.md: what is needed.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.error import DependencyNotInstalled
+
+from common.arguments import at_least
+from common.command_line import command_line
+from common.errors import InputError, RunError
+from common.evaluate import evaluate
+from common.seeding import seeds
+from envs.make import make
+from tools.policies import RunFolder, load_policy, read_run
+
+PROBE = """
+import mujoco
+from mujoco.{0} import GLContext
+context = GLContext(8, 8)
+context.make_current()
+mujoco.MjrContext(mujoco.MjModel.from_xml_string("<mujoco/>"), mujoco.mjtFontScale.mjFONTSCALE_100)
+context.free()
+"""
+Show = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Which policy, and how it is seen."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run folder that has a checkpoint."""
+    play: bool = False
+    """Show it in a window instead: MuJoCo's viewer, or the environment's own."""
+    output: Path | None = None
+    """The mp4; <run>/video.mp4 unless given."""
+    episodes: int = 1
+    """How many, one after another."""
+    sampled: bool = False
+    """Act with the policy's noise; without it as in evaluations."""
+    seed: int | None = None
+    """Seeds the episodes, as --seed does a run's evaluations; the run's own unless given."""
+    env: str | None = None
+    """Another environment than the run's, of the same observations and actions."""
+
+    def __post_init__(self) -> None:
+        at_least(1, episodes=self.episodes)
+        at_least(0, seed=self.seed)
+        if self.output and (self.play or self.output.suffix != ".mp4"):
+            raise InputError(f"--output is {self.output}: give a path that ends in .mp4, and no --play")
+
+
+def watch(args: Args) -> None:
+    """Rolls the policy out, seen or recorded, and tells each episode's return and length.
+
+    Raises InputError where the run does not fit or what draws it is missing, RunError where the file cannot be written.
+    """
+    torch.set_num_threads(1)
+    run = read_run(args.run)
+    env_id = _environment(args, run)
+    env = make(env_id, render_mode=None if args.play else "rgb_array")
+    if args.play and not _is_mujoco(env):
+        env = make(env_id, render_mode="human")
+    output = args.output or args.run / "video.mp4"
+    each = seeds(int(run.arguments["seed"]) if args.seed is None else args.seed, "evaluation", args.episodes)
+    policy = load_policy(str(args.run), env, each[0], deterministic=not args.sampled)
+    with contextlib.closing(env), window(env) if args.play else mp4(env, output) as show:
+        for i, seed in enumerate(each):
+            try:
+                (episode,) = evaluate(policy, [Shown(env, show)], [seed])
+            except DependencyNotInstalled as error:
+                raise InputError(f"{env_id} is drawn by a package that is missing: {error}") from None
+            solved = "" if episode.success is None else ", solved" if episode.success else ", not solved"
+            sys.stdout.write(f"episode {i}: return {episode.return_:.1f}, length {episode.length}{solved}\n")
+    if not args.play:
+        sys.stdout.write(f"written to {output}\n")
+
+
+def _environment(args: Args, run: RunFolder) -> str:
+    env_id = args.env or run.arguments.get("env")
+    if not env_id:
+        raise InputError(f"{args.run} does not name its environment, which its dataset brought: give --env")
+    return str(env_id)
+
+
+class Shown(gym.Wrapper[Any, Any, Any, Any]):
+    """Calls `show` after every reset and every step."""
+
+    def __init__(self, env: gym.Env[Any, Any], show: Show) -> None:
+        super().__init__(env)
+        self._show = show
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = self.env.reset(**kwargs)
+        self._show()
+        return result
+
+    def step(self, action: Any) -> Any:
+        result = self.env.step(action)
+        self._show()
+        return result
+
+
+def seconds_per_step(env: gym.Env[Any, Any]) -> float:
+    """Simulated time, by MuJoCo's clock over a step from a reset, or as the environment tells it, or its frames do."""
+    unwrapped: Any = env.unwrapped
+    if _is_mujoco(env):  # mazes and Franka kitchen tell frames per second that are not those of their clocks
+        env.reset(seed=0)
+        before = unwrapped.data.time
+        env.step(np.zeros(env.action_space.shape or (), np.float32))
+        if unwrapped.data.time > before:
+            return float(unwrapped.data.time - before)
+    return float(getattr(unwrapped, "dt", 0) or 1 / env.metadata.get("render_fps", 30))
+
+
+@contextlib.contextmanager
+def mp4(env: gym.Env[Any, Any], path: Path) -> Iterator[Show]:
+    """A film of `env`, made with render_mode rgb_array, H.264; the file is there once it is whole."""
+    try:
+        from imageio_ffmpeg import write_frames
+    except ImportError:
+        raise InputError(
+            "an mp4 needs imageio-ffmpeg, which `make video` installs: pip install -e '.[video]'"
+        ) from None
+    if _is_mujoco(env):
+        choose_renderer()
+    fps = 1 / seconds_per_step(env)
+    part = path.with_name(f"{path.stem}.part.mp4")
+    writers: list[Any] = []
+
+    def show() -> None:
+        frame: Any = env.render()
+        if not writers:
+            if not isinstance(frame, np.ndarray):
+                raise InputError("the environment draws no pictures: it gave none for render_mode rgb_array")
+            size = (frame.shape[1], frame.shape[0])
+            writers.append(write_frames(part, size, fps=fps, quality=8, macro_block_size=2))
+            writers[0].send(None)
+        writers[0].send(np.ascontiguousarray(frame))
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield show
+        finally:
+            for writer in writers:
+                writer.close()
+        part.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {str(error).strip().splitlines()[-1]}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def choose_renderer() -> None:
+    """Sets MUJOCO_GL, unless it is set, to the first way to draw that works here; none but glfw needs a display.
+
+    Tried in processes of their own: a way that fails may take the process along. Raises InputError where none works.
+    """
+    given = os.environ.get("MUJOCO_GL")
+    for name in [given] if given else ["egl", "osmesa", "glfw"]:
+        tried = [sys.executable, "-c", PROBE.format(name)]
+        if (
+            subprocess.run(tried, env=os.environ | {"MUJOCO_GL": name}, capture_output=True, check=False).returncode
+            == 0
+        ):
+            os.environ["MUJOCO_GL"] = name
+            return
+    raise InputError(
+        f"MuJoCo cannot draw here: {f'MUJOCO_GL={given} does' if given else 'egl, osmesa and glfw do'} not work\n"
+        "install a driver-less renderer (Debian, Ubuntu: apt install libegl1 libgl1-mesa-dri, or libosmesa6)"
+    )
+
+
+@contextlib.contextmanager
+def window(env: Any) -> Iterator[Show]:
+    """MuJoCo's viewer, or the environment's own where it has render_mode human, at the speed of the simulated time.
+
+    The program ends when MuJoCo's viewer is closed. Raises InputError where there is no display.
+    """
+    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        raise InputError("there is no display here (DISPLAY is not set): make video makes an mp4 without one")
+    if env.render_mode == "human":  # it draws itself, and waits
+        yield lambda: None
+        return
+    import mujoco.viewer
+
+    model, data, seconds = env.unwrapped.model, env.unwrapped.data, seconds_per_step(env)
+    others = set(threading.enumerate())
+    try:
+        with mujoco.viewer.launch_passive(model, data, show_left_ui=False, show_right_ui=False) as viewer:
+            camera = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+            if camera >= 0:  # follow what runs away
+                viewer.cam.type, viewer.cam.trackbodyid = mujoco.mjtCamera.mjCAMERA_TRACKING, model.cam_bodyid[camera]
+                viewer.cam.distance *= 2.0
+            due = time.monotonic()
+
+            def show() -> None:
+                nonlocal due
+                if not viewer.is_running():
+                    raise SystemExit(0)
+                viewer.sync()
+                due = max(due + seconds, time.monotonic())
+                time.sleep(max(0.0, due - time.monotonic()))
+
+            yield show
+    finally:
+        for thread in set(threading.enumerate()) - others:  # the program crashes where it ends before the viewer does
+            thread.join(5.0)
+
+
+def _is_mujoco(env: gym.Env[Any, Any]) -> bool:
+    return "mujoco" in sys.modules and isinstance(getattr(env.unwrapped, "data", None), sys.modules["mujoco"].MjData)
+
+
+if __name__ == "__main__":
+    command_line(watch, Args)

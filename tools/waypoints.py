@@ -1,0 +1,64 @@
+"""A planner for D4RL's maze2d environments: it walks to one random place after another along shortest paths.
+
+As the controller does that made D4RL's maze2d data (Farama-Foundation/D4RL, version 1.1): a spring towards the next
+cell of the path, a brake, and noise.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from envs.vector import Array
+
+SPRING, BRAKE, NOISE = 10.0, 1.0, 0.5
+ARRIVED = 0.4  # distance from a place at which the next one is drawn
+Cell = tuple[int, int]
+
+
+class Waypoints:
+    """Called with obs [n, 4] of n environments, the same in every call: actions [n, 2] in [-1, 1].
+
+    Each environment has a place of its own to go to, across the ends of its episodes.
+    """
+
+    def __init__(self, rows: list[str], noise: float, seed: int) -> None:
+        """`rows` of the maze, # for walls, as in `envs.d4rl.WALLS`."""
+        self.cells = [(i, j) for i, row in enumerate(rows) for j, cell in enumerate(row) if cell == "."]
+        self.following = {goal: self._towards(goal) for goal in self.cells}
+        self.noise, self.random, self.goals = noise, np.random.default_rng(seed), list[Cell]()
+
+    def __call__(self, obs: Array) -> Array:
+        if len(self.goals) != len(obs):
+            self.goals = [self._draw() for _ in obs]
+        positions, velocities = obs[:, :2], obs[:, 2:]
+        targets = np.array([self._target(i, position) for i, position in enumerate(positions)])
+        actions = SPRING * (targets - positions) - BRAKE * velocities
+        actions += self.noise * self.random.standard_normal(actions.shape)
+        clipped: Array = actions.clip(-1.0, 1.0).astype(np.float32)
+        return clipped
+
+    def _target(self, i: int, position: Array) -> Array:
+        """Where environment i goes now: the middle of the next cell on its path."""
+        if np.linalg.norm(_middle(self.goals[i]) - position) < ARRIVED:
+            self.goals[i] = self._draw()
+        near = min(self.cells, key=lambda cell: float(np.square(_middle(cell) - position).sum()))
+        return _middle(self.following[self.goals[i]][near])
+
+    def _draw(self) -> Cell:
+        return self.cells[self.random.integers(len(self.cells))]
+
+    def _towards(self, goal: Cell) -> dict[Cell, Cell]:
+        """For every cell the next one on a shortest path to the goal, found from there in widening circles."""
+        found, border = {goal: goal}, deque([goal])
+        while border:
+            i, j = border.popleft()
+            for beside in ((i + 1, j), (i - 1, j), (i, j + 1), (i, j - 1)):
+                if beside in self.cells and beside not in found:
+                    found[beside] = (i, j)
+                    border.append(beside)
+        return found
+
+
+def _middle(cell: Cell) -> Array:
+    """In D4RL's coordinates, whose zero is not a corner of the maze (see `envs.d4rl.PointMaze`)."""
+    return np.array(cell) - 0.2
