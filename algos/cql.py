@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNegativeInt, OptionalNumber
 from common.command_line import command_line
-from common.networks import TanhGaussian, frozen, mlp
+from common.networks import Critic, TanhGaussian, frozen, mlp
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -130,26 +130,14 @@ class Actor(nn.Module):
         return TanhGaussian(mean, F.hardtanh(log_std, -20.0, 2.0))  # a clamp whose gradient is one operation
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics at once: [critics, batch]; for actions [k, batch, action_dim], [critics, k, batch]."""
-
-    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
-        super().__init__()
-        self.net = mlp([obs_dim + action_dim, *args.critic_hidden, 1], generator, args.critics)
-
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1)
-        values: Tensor = self.net(inputs.flatten(0, -2))
-        return values.view(-1, *actions.shape[:-1])
-
-
 class CQL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
-        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
+        self.critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
+        self.target_critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))

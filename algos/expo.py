@@ -11,6 +11,7 @@ critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv
 Here log α is held below 20: with most tasks' small edits the target entropy is out of reach, and α grows for ever.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from common.command_line import command_line
 from common.diffusion import Denoiser, Diffusion, Flow
 from common.errors import InputError
 from common.evaluate import Act
-from common.networks import TanhGaussian, frozen, glorot, mlp
+from common.networks import Critic, TanhGaussian, frozen, glorot, mlp
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -150,21 +151,6 @@ class EditPolicy(nn.Module):
         return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics, or of the `members` given: [critics, batch]; for actions [k, batch, action_dim],
-    [critics, k, batch]."""
-
-    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
-        super().__init__()
-        sizes = [obs_dim + action_dim, *args.hidden, 1]
-        self.net = glorot(mlp(sizes, generator, args.critics, layer_norm=True), generator)
-
-    def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
-        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
-        return values.view(-1, *actions.shape[:-1])
-
-
 class EXPO:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
@@ -173,9 +159,9 @@ class EXPO:
         self.base_average = Denoiser(obs_dim, action_dim, args.width, args.blocks, initializer).to(device)  # it acts
         self.base_average.load_state_dict(self.base.state_dict())
         self.edit = EditPolicy(obs_dim, action_dim, args, initializer).to(device)
-        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic.load_state_dict(self.critic.state_dict())
+        critic = mlp([obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, layer_norm=True)
+        self.critic = Critic(glorot(critic, initializer)).to(device)
+        self.target_critic = copy.deepcopy(self.critic)
         self.update_average_base = SoftUpdate(self.base_average, self.base, args.base_tau)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))

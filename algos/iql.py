@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, OpenFraction, Probability
 from common.command_line import command_line
-from common.networks import HALF_LOG_2PI, MLP, mlp, orthogonal
+from common.networks import HALF_LOG_2PI, MLP, Critic, mlp, orthogonal
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -100,7 +100,7 @@ class Actor(nn.Module):
         super().__init__()
         self.net = network([obs_dim, *args.hidden, action_dim], args, generator)
         self.log_std = nn.Parameter(torch.zeros(action_dim))
-        self.dropout = args.dropout or 0.0
+        self.dropout = args.dropout
 
     def forward(self, obs: Tensor) -> Tensor:
         return torch.tanh(self.net(obs))
@@ -121,18 +121,6 @@ class Actor(nn.Module):
         return (-0.5 * noise.square() - log_std - HALF_LOG_2PI).sum(-1)
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics at once: [critics, batch]."""
-
-    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
-        super().__init__()
-        self.net = network([obs_dim + action_dim, *args.hidden, 1], args, generator, args.critics)
-
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        values: Tensor = self.net(torch.cat([obs, actions], dim=-1))
-        return values.squeeze(-1)
-
-
 class Value(nn.Module):
     """V(s): obs [batch, obs_dim] to [batch]."""
 
@@ -149,16 +137,15 @@ class IQL:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
-        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
+        sizes = [obs_dim + action_dim, *args.hidden, 1]
+        self.critic = Critic(network(sizes, args, initializer, args.critics)).to(device)
+        self.target_critic = Critic(network(sizes, args, initializer, args.critics)).to(device)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.value = Value(obs_dim, args, initializer).to(device)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.value_optimizer = Adam(self.value.parameters(), args.value_lr)
-        assert args.expectile is not None, "with_presets fills it in"
-        assert args.temperature is not None, "with_presets fills it in"
         self.expectile, self.temperature, self.max_weight = args.expectile, args.temperature, args.max_weight
         self.args, self.device = args, device
 

@@ -14,6 +14,7 @@ The choices are those of the authors' code:
 - the target contains the entropy on locomotion alone.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
 from common.errors import InputError
-from common.networks import TanhGaussian, frozen, glorot, mlp
+from common.networks import Critic, TanhGaussian, frozen, glorot, mlp
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -104,28 +105,14 @@ class Actor(nn.Module):
         return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics, or of the `members` given: [critics, batch]."""
-
-    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
-        super().__init__()
-        sizes = [obs_dim + action_dim, *args.hidden, 1]
-        self.net = glorot(mlp(sizes, generator, args.critics, layer_norm=True), generator)
-
-    def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
-        inputs = torch.cat([obs, actions], dim=-1)
-        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
-        return values.squeeze(-1)
-
-
 class RLPD:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
-        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic.load_state_dict(self.critic.state_dict())
+        critic = mlp([obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, layer_norm=True)
+        self.critic = Critic(glorot(critic, initializer)).to(device)
+        self.target_critic = copy.deepcopy(self.critic)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import AnyNumber, Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
 from common.command_line import command_line
-from common.networks import TanhGaussian, frozen, mlp
+from common.networks import Critic, TanhGaussian, frozen, mlp
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
@@ -84,27 +84,14 @@ class Actor(nn.Module):
         return TanhGaussian(mean, F.hardtanh(log_std, -20.0, 2.0))  # a clamp whose gradient is one operation
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics at once: [critics, batch]."""
-
-    def __init__(
-        self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], critics: int, generator: torch.Generator
-    ) -> None:
-        super().__init__()
-        self.net = mlp([obs_dim + action_dim, *hidden, 1], generator, ensemble=critics)
-
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        values: Tensor = self.net(torch.cat([obs, actions], dim=-1))
-        return values.squeeze(-1)
-
-
 class SAC:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
-        self.critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
+        sizes = [obs_dim + action_dim, *args.hidden, 1]
+        self.critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
+        self.target_critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=device))

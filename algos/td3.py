@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
 from common.command_line import command_line
-from common.networks import frozen, mlp
+from common.networks import Critic, frozen, mlp
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
@@ -80,24 +80,6 @@ class Actor(nn.Module):
         return torch.tanh(self.net(obs))
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics at once: [critics, batch]."""
-
-    def __init__(
-        self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], critics: int, generator: torch.Generator
-    ) -> None:
-        super().__init__()
-        self.net = mlp([obs_dim + action_dim, *hidden, 1], generator, ensemble=critics)
-
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        values: Tensor = self.net(torch.cat([obs, actions], dim=-1))
-        return values.squeeze(-1)
-
-    def first(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Q_1(s, a) alone: [batch]."""
-        return self.net.forward_members(0, torch.cat([obs, actions], dim=-1)).squeeze(-1)
-
-
 class TD3:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
@@ -106,8 +88,9 @@ class TD3:
         self.target_actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.target_actor.load_state_dict(self.actor.state_dict())
         self.update_target_actor = SoftUpdate(self.target_actor, self.actor, args.tau)
-        self.critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args.hidden, args.critics, initializer).to(device)
+        sizes = [obs_dim + action_dim, *args.hidden, 1]
+        self.critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
+        self.target_critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
@@ -145,7 +128,7 @@ class TD3:
         """Deterministic policy gradient (algorithm 1): the first critic's value of the policy's actions."""
         actions = self.actor(batch.obs)
         with frozen(self.critic):  # the gradient passes through the critic and stops there
-            value = self.critic.first(batch.obs, actions)
+            value = self.critic(batch.obs, actions, 0)
         loss = -value.mean()
         return loss, {"losses/actor": loss.detach()}
 

@@ -16,6 +16,7 @@ The paper's comparisons are flags:
 Not as the authors' code (docs/wsrl.md): no Adam step without a loss, critics first offline too, α as in sac.py.
 """
 
+import copy
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNeg
 from common.checkpoint import exists
 from common.command_line import command_line
 from common.errors import InputError
-from common.networks import TanhGaussian, frozen, mlp, orthogonal
+from common.networks import Critic, TanhGaussian, frozen, mlp, orthogonal
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, name_and_folder, returns_result
@@ -147,29 +148,15 @@ class Actor(nn.Module):
         return TanhGaussian(mean, log_std.clamp(math.log(1e-5), math.log(10.0)))
 
 
-class Critic(nn.Module):
-    """Q_i(s, a) of all critics, or of `members`: [critics, batch]; [critics, k, batch] for actions [k, batch, ·]."""
-
-    def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
-        super().__init__()
-        sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
-        self.net = mlp(sizes, generator, args.critics, layer_norm=args.layer_norm, shared_output=args.shared_head)
-        orthogonal(self.net, generator, last_hidden_gain=args.last_scale)
-
-    def forward(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
-        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
-        return values.view(-1, *actions.shape[:-1])
-
-
 class WSRL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
-        self.critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic = Critic(obs_dim, action_dim, args, initializer).to(device)
-        self.target_critic.load_state_dict(self.critic.state_dict())
+        sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
+        critic = mlp(sizes, initializer, args.critics, layer_norm=args.layer_norm, shared_output=args.shared_head)
+        self.critic = Critic(orthogonal(critic, initializer, last_hidden_gain=args.last_scale)).to(device)
+        self.target_critic = copy.deepcopy(self.critic)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         self.raw_lagrange = nn.Parameter(torch.tensor(math.log(math.e - 1.0), device=device))  # softplus: α' = 1
@@ -195,8 +182,7 @@ class WSRL:
     def target(self, batch: Batch, count: int) -> Tensor:
         """y = r + γ max over `count` next actions of the smallest target critic drawn: [batch]."""
         actions, _ = self.actor(batch.next_obs).expand(count).rsample(self.generator)
-        smallest = self.target_critic(batch.next_obs, actions, self.subset()).amin(0)  # [count, batch]
-        next_value = smallest.amax(0)
+        next_value = self.target_critic(batch.next_obs, actions, self.subset()).amin(0).amax(0)
         # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
@@ -261,7 +247,7 @@ class WSRL:
     def lagrange_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
         """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
         alpha_prime = F.softplus(self.raw_lagrange)
-        loss = -alpha_prime * (term.detach() - (self.args.lagrange_gap or 0.0))
+        loss = -alpha_prime * (term.detach() - self.args.lagrange_gap)
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
     def update(self, batch: Batch, online: bool) -> Metrics:
@@ -295,7 +281,7 @@ def with_networks(args: Args) -> Args:
     theirs = run_config(own if exists(own / "checkpoint" / "state.pt") else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
-    was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
+    was = theirs["arguments"]
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}

@@ -1,4 +1,4 @@
-"""Building blocks that are not the idea of any one paper: MLP, ensemble layer, tanh-Gaussian."""
+"""Building blocks that are not the idea of any one paper: MLP, ensemble, critics, tanh-Gaussian."""
 
 import contextlib
 import itertools
@@ -149,6 +149,23 @@ def mlp(
         layers += [layer, *([LayerNorm(outputs, ensemble)] if layer_norm else [])]
         layers += [nn.ReLU() if activation == "relu" else nn.Tanh()]
     return MLP(activation, *layers[: -2 if layer_norm else -1])
+
+
+class Critic(nn.Module):
+    """Q_i(s, a) of an ensemble of networks, or of those numbered `members`, an int or [members].
+
+    Shapes: obs [batch, obs_dim] and actions [batch, action_dim] to [critics, batch]; actions [k, batch, action_dim], k
+    for each observation, to [critics, k, batch].
+    """
+
+    def __init__(self, net: MLP) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, obs: Tensor, actions: Tensor, members: int | Tensor | None = None) -> Tensor:
+        inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
+        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
+        return values.view(-1, *actions.shape[:-1])
 
 
 def orthogonal(

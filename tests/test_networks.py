@@ -13,7 +13,7 @@ import torch
 from conftest import flags, killed_at
 
 from common import onednn
-from common.networks import MLP, EnsembleLinear, TanhGaussian, frozen, mlp
+from common.networks import MLP, Critic, EnsembleLinear, TanhGaussian, frozen, mlp
 from common.optim import Adam, SoftUpdate
 
 PRODUCT = "mkldnn::_linear_pointwise"
@@ -88,6 +88,23 @@ def test_ensemble_equals_its_members_one_by_one(outputs: int):
     for i, got in enumerate(net(inputs)):
         hidden = torch.relu(inputs @ first.weight[i].T + first.bias[i])
         torch.testing.assert_close(got, hidden @ last.weight[i].T + last.bias[i])
+
+
+def test_critics_take_one_action_for_a_state_or_several_and_all_members_or_some():
+    """Against each member's own layers, on each action alone."""
+    critic = Critic(mlp([5, 8, 1], generator(), ensemble=3))
+    first, _, last = critic.net
+    obs, actions = torch.randn(4, 3, generator=generator(1)), torch.randn(6, 4, 2, generator=generator(2))
+
+    def value(i: int, k: int, n: int) -> float:
+        hidden = torch.relu(first.weight[i] @ torch.cat([obs[n], actions[k, n]]) + first.bias[i])
+        return (last.weight[i] @ hidden + last.bias[i]).item()
+
+    expected = torch.tensor([[[value(i, k, n) for n in range(4)] for k in range(6)] for i in range(3)])
+    torch.testing.assert_close(critic(obs, actions), expected)
+    torch.testing.assert_close(critic(obs, actions[0]), expected[:, 0])
+    torch.testing.assert_close(critic(obs, actions, torch.tensor([2, 0])), expected[[2, 0]])
+    torch.testing.assert_close(critic(obs, actions[1], 1), expected[1:2, 1])
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.BatchNorm1d(4)])
