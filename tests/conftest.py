@@ -201,7 +201,10 @@ def command(*arguments: str, algo: str = EXAMPLE, **options: Any) -> subprocess.
 def killed_at(
     algo: str, places: list[tuple[str, int]], *arguments: str, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A training killed at each of these places in turn (kill_at.py); status 0 if it was killed every time."""
+    """A training killed at each of these places in turn (kill_at.py); status 0 if it was killed every time.
+
+    After ("end", 1), the last place, it is finished.
+    """
     listed = ", ".join(f"{place} {n}" for place, n in places)
     line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), algo, listed, *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)

@@ -2,7 +2,7 @@
 
 kill_at.py ALGO "PLACE N, PLACE N, ..." FLAGS... ends with 1 where a training was not killed. Each is a process of its
 own; they share the seconds of imports. "any N" is N kills at random instants, after which it says at which steps the
-checkpoints were.
+checkpoints were. "end 1" lets the training run to its end, or ends with 1.
 """
 
 import importlib
@@ -99,5 +99,8 @@ if __name__ == "__main__":
     for place, n in places:
         if place == "any":
             kill_at_random(n)
+        elif place == "end":
+            if os.waitpid(start(), 0)[1]:
+                sys.exit("it failed")
         else:
             was_killed(start(place, n))

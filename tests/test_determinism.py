@@ -1,5 +1,7 @@
 """The same seed gives the same run, and looking more often changes nothing."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ from conftest import (
     OFFLINE,
     agent_class,
     agent_of,
+    arguments_of,
     every_algorithm,
     final_state,
     module,
@@ -28,23 +31,41 @@ def run(args: RunArgs) -> tuple[Path, str]:
     return args.run_dir, (args.run_dir / "evaluations.csv").read_text()
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """The run of SMALL's arguments, made once for all the tests that compare another with it."""
+    folder = tmp_path_factory.mktemp("reference")
+
+    @functools.cache
+    def reference(algo: str) -> tuple[Path, str]:
+        seed_global_generators(1)
+        return run(module(algo).Args(**arguments_of(algo, {"run_dir": folder / algo})))
+
+    return reference
+
+
+def seed_global_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
 @every_algorithm
-def test_the_same_seed_twice_is_the_same_run_bit_for_bit(algo: str, small, tmp_path: Path):
-    (a, evaluations_a), (b, evaluations_b) = (
-        run(small(algo, run_dir=tmp_path / "a")),
-        run(small(algo, run_dir=tmp_path / "b")),
-    )
+def test_the_same_seed_twice_is_the_same_run_bit_for_bit(algo: str, small, reference):
+    """No global generator is used: neither read (the run does not change with it) nor moved."""
+    a, evaluations_a = reference(algo)
+    seed_global_generators(2)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    b, evaluations_b = run(small(algo))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
     assert evaluations_a == evaluations_b
     assert same(final_state(a), final_state(b))
     assert replay_bytes(a) == replay_bytes(b)
 
 
 @every_algorithm
-def test_another_seed_is_another_run(algo: str, small, tmp_path: Path):
-    (a, evaluations_a), (b, evaluations_b) = (
-        run(small(algo, run_dir=tmp_path / "a")),
-        run(small(algo, run_dir=tmp_path / "b", seed=2)),
-    )
+def test_another_seed_is_another_run(algo: str, small, reference):
+    (a, evaluations_a), (b, evaluations_b) = reference(algo), run(small(algo, seed=2))
     assert evaluations_a != evaluations_b
     networks = networks_of(agent_of(algo))
     assert networks
@@ -54,37 +75,18 @@ def test_another_seed_is_another_run(algo: str, small, tmp_path: Path):
 
 
 @every_algorithm
-def test_evaluating_more_often_leaves_training_bit_for_bit(algo: str, small, tmp_path: Path):
-    a, rarely = run(small(algo, run_dir=tmp_path / "a", eval_every=200))
-    b, often = run(small(algo, run_dir=tmp_path / "b", eval_every=20, eval_episodes=3))
+def test_evaluating_more_often_leaves_training_bit_for_bit(algo: str, small, reference):
+    (a, rarely), (b, often) = reference(algo), run(small(algo, eval_every=20, eval_episodes=3))
     assert len(often.splitlines()) > 10 * len(rarely.splitlines()) * 2 / 3
     assert same(final_state(a), final_state(b))
     assert replay_bytes(a) == replay_bytes(b)
 
 
 @every_algorithm
-def test_checkpointing_more_often_leaves_training_bit_for_bit(algo: str, small, tmp_path: Path):
-    (a, rarely), (b, often) = (
-        run(small(algo, run_dir=tmp_path / "a", checkpoint_every=1_000)),
-        run(small(algo, run_dir=tmp_path / "b", checkpoint_every=10)),
-    )
+def test_checkpointing_more_often_leaves_training_bit_for_bit(algo: str, small, reference):
+    (a, rarely), (b, often) = reference(algo), run(small(algo, checkpoint_every=10))
     assert rarely == often
     assert same(final_state(a), final_state(b))
-
-
-@every_algorithm
-def test_no_global_generator_is_used(algo: str, small, tmp_path: Path):
-    """Neither read (the run does not change with it) nor moved."""
-    torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    a, _ = run(small(algo, run_dir=tmp_path / "a"))
-    torch.manual_seed(2)
-    np.random.seed(2)  # noqa: NPY002
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    b, _ = run(small(algo, run_dir=tmp_path / "b"))
-    assert same(final_state(a), final_state(b))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
 
 
 def test_training_and_evaluation_have_their_own_seeds():

@@ -7,12 +7,14 @@ import json
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 from conftest import ALGORITHMS, OFFLINE, PENDULUM, ROOT, command, every_algorithm, flags, module, with_flag
 
 from common import arguments
@@ -67,12 +69,17 @@ def test_every_flag_is_documented_by_its_docstring(algo: str):
 def test_both_branches_of_every_boolean_flag(
     algo: str, flag: str, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
 ):
-    """A run with either value gets to its end. (--track with a stand-in: Weights & Biases itself needs an account.)"""
+    """A run with the value that its other tests do not have gets to its end, with both if they leave it unset.
+
+    --track with a stand-in: Weights & Biases itself needs an account. --compile without the compiler's own kernels,
+    which take most of a minute and are compared in test_off_policy.py.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     wandb = types.ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)
     wandb.init = lambda **_: types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for value in (False, True):
+    for value in {False, True} - {getattr(small(algo), flag)}:
         args = small(algo, total_steps=60, **{flag: value}, run_dir=small(algo).run_dir / str(value))
         module(algo).train(args)
         assert (args.run_dir / "DONE").exists()

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,17 @@ def assert_same_run(killed: Path, undisturbed: Path) -> None:
     assert replay_bytes(killed) == replay_bytes(undisturbed)
 
 
+def assert_kills_change_nothing(
+    algo: str, arguments: dict[str, Any], places: list[tuple[str, int]], tmp_path: Path
+) -> str:
+    """Train twice, once killed at these places, and compare the runs. Return what the killed one printed."""
+    module(algo).train(module(algo).Args(**arguments_of(algo, arguments | {"run_dir": tmp_path / "undisturbed"})))
+    killed = killed_at(algo, [*places, ("end", 1)], *flags(algo, **arguments, run_dir=tmp_path / "killed"))
+    assert killed.returncode == 0, killed.stderr
+    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    return killed.stderr
+
+
 @every_algorithm
 def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The default networks, at least 3 000 steps, 20 SIGKILLs."""
@@ -55,13 +67,10 @@ def test_twenty_kills_at_random_instants(algo: str, tmp_path: Path, capsys: pyte
         arguments |= {"env": "Pendulum-v1", "offline_steps": 1_000, "online_steps": online}
         if algo in with_flag("critic_hidden"):  # with up to 31 values a transition
             arguments |= {"critic_hidden": (256, 256), "batch_size": 16}
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
-    result = killed_at(algo, [("any", 20)], *flags(algo, **arguments, run_dir=tmp_path / "killed"))
-    assert result.returncode == 0, f"{result.stderr}\nwhere it ended before it was killed, make the run longer"
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
-    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    said = assert_kills_change_nothing(algo, arguments, [("any", 20)], tmp_path)
+    (kills,) = (line for line in said.splitlines() if line.startswith("20 kills"))
     with capsys.disabled():
-        sys.stderr.write(f"\n{algo}: {result.stderr.splitlines()[-1]}; equal bit for bit\n")
+        sys.stderr.write(f"\n{algo}: {kills}; equal bit for bit\n")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +90,6 @@ def test_kills_in_a_step_an_update_an_evaluation_and_a_save(
     arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total}
     if algo in with_flag("overlap"):  # what waits at a checkpoint is done behind it
         arguments["overlap"] = vectorizer == "sync"
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
-    run_dir = tmp_path / "killed"
     step, early, late = ("async step", 150, 33) if vectorizer == "async" else ("step", 500, 133)
     places = [(step, early), ("update", 250), ("evaluation", 1), *(("fsync", n) for n in range(1, 10))]
     places += [("save", 1), ("rename", 1), ("rename", 2), (step, late), ("update", 222), ("evaluation", 2)]
@@ -90,11 +97,8 @@ def test_kills_in_a_step_an_update_an_evaluation_and_a_save(
         places = [*(("online step", n) for n in (phase // 2, phase, phase + 1)), *places]
     elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
         places += [("online step", 1), ("online step", 150)]
-    result = killed_at(algo, places, *flags(algo, **arguments, run_dir=run_dir))
-    assert result.returncode == 0, result.stderr
-    assert final_state(run_dir)["logger"]["step"] > 0
-    assert command(*flags(algo, **arguments, run_dir=run_dir), algo=algo).returncode == 0
-    assert_same_run(run_dir, tmp_path / "undisturbed")
+    said = assert_kills_change_nothing(algo, arguments, places, tmp_path)
+    assert int(re.findall(r"goes on from step (\S+)", said)[-1].replace(",", "")) > 0
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
@@ -104,12 +108,8 @@ def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, num_env
     others = [each for each in ("none", "append", "mix") if each != module(algo).Args.retain]
     retain = others[num_envs - 1]
     arguments = {"num_envs": num_envs, "retain": retain, "warmup_steps": 120, "offline_steps": 200, "online_steps": 500}
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
     places = [("update", 150), ("online step", 1), ("online step", 110 // num_envs), ("online step", 240 // num_envs)]
-    result = killed_at(algo, places, *flags(algo, **arguments, run_dir=tmp_path / "killed"))
-    assert result.returncode == 0, result.stderr
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
-    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    assert_kills_change_nothing(algo, arguments, places, tmp_path)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -119,7 +119,11 @@ def test_kills_between_a_step_and_its_pending_updates(algo: str, tmp_path: Path,
     arguments = {"num_envs": num_envs, "overlap": True, "checkpoint_every": 10, "total_steps": 400}
     if algo in with_flag("calibrated"):  # else nothing is learned before the first episode is finished
         arguments["calibrated"] = False
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
+    undisturbed, run = (
+        module(algo).Args(**arguments_of(algo, arguments | {"run_dir": tmp_path / name}))
+        for name in ("undisturbed", "killed")
+    )
+    module(algo).train(undisturbed)
     flushes = 120 // num_envs + 1  # one before each step of the environments, and one for each offline update
     if algo in OFFLINE:
         flushes += 200
@@ -132,7 +136,7 @@ def test_kills_between_a_step_and_its_pending_updates(algo: str, tmp_path: Path,
     assert all([*each] == [*pending[0]] for each in pending)
     assert pending[0].get("online", True)
     assert ("online" in pending[0]) == (algo in OFFLINE)
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "killed"), algo=algo).returncode == 0
+    module(algo).train(run)
     assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
     assert final_state(tmp_path / "killed")["update"]["pending"] == []
 
@@ -171,7 +175,7 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     algo: str, tmp_path: Path, number: int, status: int, vectorizer: str
 ):
     arguments = {"checkpoint_every": 100_000, "total_steps": 2_000, "vectorizer": vectorizer}
-    assert command(*flags(algo, **arguments, run_dir=tmp_path / "undisturbed"), algo=algo).returncode == 0
+    module(algo).train(module(algo).Args(**arguments_of(algo, arguments | {"run_dir": tmp_path / "undisturbed"})))
     line = [sys.executable, str(ROOT / "algos" / f"{algo}.py"), *flags(algo, **arguments, run_dir=tmp_path / "stopped")]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, start_new_session=True)
     for said in process.stderr:
@@ -378,7 +382,7 @@ def test_replay_files_are_deleted_once_no_checkpoint_needs_them(small, monkeypat
 def test_logs_are_cut_back_to_the_checkpoint(algo: str, tmp_path: Path):
     """Each step has its rows once, in metrics.csv too, however often it was done."""
     run_dir = tmp_path / "run"
-    assert killed_at(algo, [("step", 450), ("step", 540)], *flags(algo, run_dir=run_dir)).returncode == 0
-    assert command(*flags(algo, run_dir=run_dir), algo=algo).returncode == 0
+    places = [("step", 450), ("step", 540), ("end", 1)]
+    assert killed_at(algo, places, *flags(algo, run_dir=run_dir)).returncode == 0
     rows = [line.split(",")[:2] for line in (run_dir / "metrics.csv").read_text().splitlines()[1:]]
     assert len(rows) == len({tuple(row) for row in rows})
