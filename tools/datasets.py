@@ -25,6 +25,7 @@ from common.checkpoint import replacing
 from common.errors import InputError
 from offline.dataset import load
 from offline.download import download
+from tools import inspect_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 AGENTS = "https://github.com/DLR-RM/rl-trained-agents/raw/master/tqc"  # MIT licence
@@ -89,7 +90,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     """
     path, reference = folder / f"{name}-{kind}.hdf5", folder / f"{name}-medium-replay.hdf5"
     beside, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
-    _run("-m tools.inspect_dataset", str(path), "--reference", str(reference), "--json", str(beside))
+    inspect_dataset.main(inspect_dataset.Args(str(path), reference=str(reference), json=beside))
     found = json.loads(beside.read_text())
     del found["columns"]
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
