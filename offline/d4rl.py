@@ -220,9 +220,13 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     ends[-1] = True
     next_known = "next_observations" in layout.file and not compat
     # The rows that become transitions: a step's successor is in the next row, unless the file holds it.
-    keep = np.full(layout.rows, True) if next_known else ~finals if compat else terminals | ~ends
-    if compat:
+    if next_known:
+        keep = np.full(layout.rows, True)
+    elif compat:
+        keep = ~finals
         keep[-1] = False
+    else:
+        keep = terminals | ~ends
     last_rows = np.flatnonzero(ends)
     counts = np.cumsum(keep)[last_rows]  # of transitions, up to each episode's end
     some = np.diff(counts, prepend=0) > 0

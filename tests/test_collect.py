@@ -25,6 +25,7 @@ from common.seeding import seeds
 from envs.make import CanonicalEnv
 from offline.dataset import load
 from tools.collect import Args, collect
+from tools.policies import load_policy
 
 FIELDS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
 Data = dict[str, np.ndarray]
@@ -168,6 +169,9 @@ def test_several_policies_share_the_transitions(small):
     kinds = [source["kind"] for source in recipe()["sources"]]
     assert kinds == ["random", "run", "random"]
     assert np.flatnonzero(data["timeouts"]).tolist() == [16, 33, 50, 66, 83, 99]
+    first = [34, 51]  # of the run's policy, in its two environments
+    trained = load_policy(folder, gym.make("Pendulum-v1"), seeds(1, "policy 1", 1)[0], deterministic=False)
+    assert np.array_equal(data["actions"][first], 2 * trained(data["observations"][first]))
     for name in ("observations", "actions"):  # of two random policies: another environment, other noise
         assert (data[name][:33] != data[name][67:]).all()
     assert equal(data, made("inferred.hdf5", env=None, policy=("random", folder, "random"), transitions=100))
