@@ -28,15 +28,8 @@ WALLS = {
     "#....#.....# ############",
 }
 # The row and column of the goal.
-POINT_GOAL = {
-    "open": (2, 3),
-    "umaze": (1, 1),
-    "medium": (6, 6),
-    "large": (7, 9),
-    "eval-umaze": (1, 3),
-    "eval-medium": (1, 6),
-    "eval-large": (1, 9),
-}
+POINT_GOAL = {"open": (2, 3), "umaze": (1, 1), "medium": (6, 6), "large": (7, 9)}
+POINT_GOAL |= {"eval-umaze": (1, 3), "eval-medium": (1, 6), "eval-large": (1, 9)}
 ANT_GOAL = {"umaze": (3, 1), "medium": (6, 6), "large": (7, 9)}
 GOAL_RADIUS = 0.5  # Gymnasium-Robotics has 0.45
 
@@ -57,20 +50,14 @@ class Maze(gym.Wrapper[Array, Array, Any, Any]):
         model = simulator.model
         self.observation_space = Box(-np.inf, np.inf, (model.nq + model.nv,), np.float64)
 
-    def draw_start(self, random: np.random.Generator) -> tuple[Array, Array]:
-        """The positions and velocities an episode begins with, in D4RL's coordinates."""
-        raise NotImplementedError
-
-    def draw_goal(self, random: np.random.Generator) -> Array:
-        """Where the episode's goal is, x and y [2], in D4RL's coordinates."""
+    def draw(self, random: np.random.Generator) -> tuple[Array, Array, Array]:
+        """An episode's goal, x and y [2], and the positions and velocities it begins with, in D4RL's coordinates."""
         raise NotImplementedError
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         self.env.reset(seed=seed)  # no options: the start and the goal are the task's
         maze: Any = self.unwrapped
-        random = maze.np_random
-        self.goal = self.draw_goal(random)
-        positions, velocities = self.draw_start(random)
+        self.goal, positions, velocities = self.draw(maze.np_random)
         positions[:2] -= self.shift
         maze.goal = self.goal - self.shift  # for pictures only
         maze.update_target_site_pos()
@@ -83,8 +70,12 @@ class Maze(gym.Wrapper[Array, Array, Any, Any]):
         obs[:2] += self.shift
         return obs
 
-    def _distance(self, obs: Array) -> float:
-        return float(np.linalg.norm(obs[:2] - self.goal))
+    def _moved(self, action: Array) -> tuple[Array, bool, float]:
+        """Take a step; return the observation, whether the goal is reached, and the distance to it."""
+        self.env.step(action)
+        obs = self._observe()
+        distance = float(np.linalg.norm(obs[:2] - self.goal))
+        return obs, distance <= GOAL_RADIUS, distance
 
 
 class PointMaze(Maze):
@@ -103,18 +94,12 @@ class PointMaze(Maze):
         self._goal = np.array(POINT_GOAL[maze], np.float64)
         self._cells = np.argwhere(np.array([list(row) for row in rows]) == ".")
 
-    def draw_goal(self, random: np.random.Generator) -> Array:
-        return self._goal
-
-    def draw_start(self, random: np.random.Generator) -> tuple[Array, Array]:
+    def draw(self, random: np.random.Generator) -> tuple[Array, Array, Array]:
         cell = self._cells[random.integers(len(self._cells))]
-        return cell + random.uniform(-0.1, 0.1, 2), 0.1 * random.standard_normal(2)
+        return self._goal, cell + random.uniform(-0.1, 0.1, 2), 0.1 * random.standard_normal(2)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        self.env.step(action)
-        obs = self._observe()
-        distance = self._distance(obs)
-        near = distance <= GOAL_RADIUS
+        obs, near, distance = self._moved(action)
         return obs, float(np.exp(-distance)) if self._dense else float(near), False, False, {"success": near}
 
 
@@ -134,19 +119,15 @@ class AntMaze(Maze):
         model.actuator_gear[:, 0] = 30  # a fifth of the torque
         model.geom_solimp[:, :3] = 0.8, 0.8, 0.01  # softer contacts
 
-    def draw_goal(self, random: np.random.Generator) -> Array:
+    def draw(self, random: np.random.Generator) -> tuple[Array, Array, Array]:
         # Between 0 and 1.5 above the middle of the goal's cell in x and y, drawn twice as D4RL does.
-        return self._goal + random.uniform(0, 1, 2) + random.uniform(0, 0.5, 2)
-
-    def draw_start(self, random: np.random.Generator) -> tuple[Array, Array]:
+        goal = self._goal + random.uniform(0, 1, 2) + random.uniform(0, 0.5, 2)
         model = self.simulator.model
         positions = model.qpos0 + random.uniform(-0.1, 0.1, model.nq)
-        return positions, 0.1 * random.standard_normal(model.nv)
+        return goal, positions, 0.1 * random.standard_normal(model.nv)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        self.env.step(action)
-        obs = self._observe()
-        near = self._distance(obs) <= GOAL_RADIUS
+        obs, near, _ = self._moved(action)
         return obs, float(near), near, False, {"success": near}
 
 
@@ -229,11 +210,8 @@ class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
     def __init__(self, tasks: tuple[str, ...], **kwargs: Any) -> None:
         from gymnasium_robotics.envs.franka_kitchen import kitchen_env
 
-        super().__init__(
-            kitchen_env.KitchenEnv(
-                tasks_to_complete=list(tasks), robot_noise_ratio=0.1, object_noise_ratio=0.0, **kwargs
-            )
-        )
+        noise = {"robot_noise_ratio": 0.1, "object_noise_ratio": 0.0}  # the latter is added here
+        super().__init__(kitchen_env.KitchenEnv(tasks_to_complete=list(tasks), **noise, **kwargs))
         self.observation_space = Box(-np.inf, np.inf, (60,), np.float64)
         self._goal_part = np.zeros(30)
         for task in tasks:
@@ -269,11 +247,6 @@ class PaddedAnt(gym.ObservationWrapper[Array, Array, Array]):
         return np.concatenate([observation, np.zeros(84)])
 
 
-def _adapted(name: str, adapter: type[Env], max_episode_steps: int, **kwargs: Any) -> str:
-    """Register d4rl/`name`, and return that."""
-    return _registered(f"d4rl/{name}", adapter, max_episode_steps, **kwargs)
-
-
 def _registered(name: str, adapter: type[Env], max_episode_steps: int, **kwargs: Any) -> str:
     """Register and return `name`. Nothing is imported or made."""
     gym.register(name, f"{__name__}:{adapter.__name__}", max_episode_steps=max_episode_steps, kwargs=kwargs)
@@ -282,7 +255,7 @@ def _registered(name: str, adapter: type[Env], max_episode_steps: int, **kwargs:
 
 def _all() -> dict[str, str]:
     found: dict[str, str] = {}
-    ant = _adapted("ant-v2", PaddedAnt, 1000)
+    ant = _registered("d4rl/ant-v2", PaddedAnt, 1000)
     robots = {"hopper": "Hopper-v4", "halfcheetah": "HalfCheetah-v4", "walker2d": "Walker2d-v4", "ant": ant}
     kinds = ("random", "medium", "expert", "medium-expert", "medium-replay", "full-replay")
     for robot, env_id in robots.items():
@@ -291,26 +264,25 @@ def _all() -> dict[str, str]:
     found["ant-random-expert-v0"] = ant
 
     for maze in ANT_GOAL:
-        env_id = _adapted(f"antmaze-{maze}-v2", AntMaze, 700 if maze == "umaze" else 1000, maze=maze)
+        env_id = _registered(f"d4rl/antmaze-{maze}-v2", AntMaze, 700 if maze == "umaze" else 1000, maze=maze)
         for kind in ("umaze", "umaze-diverse") if maze == "umaze" else (f"{maze}-play", f"{maze}-diverse"):
             found |= {f"antmaze-{kind}-{version}": env_id for version in ("v0", "v2")}
 
     for task, steps in (("pen", 100), ("door", 200), ("hammer", 200), ("relocate", 200)):
-        env_id = _adapted(f"{task}-v1", Adroit, steps, task=task)
+        env_id = _registered(f"d4rl/{task}-v1", Adroit, steps, task=task)
         found |= {f"{task}-{kind}-{v}": env_id for kind in ("human", "cloned", "expert") for v in ("v0", "v1")}
 
     complete = ("microwave", "kettle", "light switch", "slide cabinet")
-    found |= dict.fromkeys(
-        ("kitchen-complete-v0", "kitchen-partial-v0"), _adapted("kitchen-complete-v0", Kitchen, 280, tasks=complete)
-    )
     mixed = ("microwave", "kettle", "bottom burner", "light switch")
-    found["kitchen-mixed-v0"] = _adapted("kitchen-mixed-v0", Kitchen, 280, tasks=mixed)
+    found["kitchen-complete-v0"] = _registered("d4rl/kitchen-complete-v0", Kitchen, 280, tasks=complete)
+    found["kitchen-partial-v0"] = found["kitchen-complete-v0"]
+    found["kitchen-mixed-v0"] = _registered("d4rl/kitchen-mixed-v0", Kitchen, 280, tasks=mixed)
 
     for maze in POINT_GOAL:
         steps = {"open": 150, "umaze": 300, "medium": 600, "large": 800}[maze.removeprefix("eval-")]
         for dense in (False, True):
             name = f"maze2d-{maze}{'-dense' * dense}-{'v0' if maze == 'open' else 'v1'}"
-            found[name] = _adapted(name, PointMaze, steps, maze=maze, dense=dense)
+            found[name] = _registered(f"d4rl/{name}", PointMaze, steps, maze=maze, dense=dense)
     return found
 
 

@@ -4,6 +4,7 @@ Source: Fu et al. 2020, "D4RL: Datasets for Deep Data-Driven Reinforcement Learn
 the ids, files and reference scores of its package, version 1.1 (Apache-2.0). docs/d4rl.md: the files' known faults.
 """
 
+import contextlib
 import csv
 import os
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from common.errors import InputError
 from offline.download import download
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.hdf5 import BAD_FILE, opened, unreadable
-from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, named_environment, nearest
+from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
 BLOCK_ROWS = 16_384
+KEYS = ("observations", "actions", "rewards", "terminals")  # that every file has
 
 
 class Entry(NamedTuple):
@@ -90,10 +92,9 @@ def read(source: str | Path, compat: bool = False, horizon: int | None = None) -
 
     Raises InputError where the id is unknown, the file cannot be had, is damaged, or is not in this layout.
     """
-    source = str(source)
-    path, entry = _locate(source)
-    with _Layout(path) as layout:
-        return _recording(layout, source, entry, compat, horizon)
+    path, entry = _locate(str(source))
+    with _layout(path) as layout:
+        return _recording(layout, str(source), entry, compat, horizon)
 
 
 def _locate(source: str) -> tuple[Path, Entry | None]:
@@ -109,7 +110,7 @@ def _locate(source: str) -> tuple[Path, Entry | None]:
 
 
 def _check_layout(path: Path) -> None:
-    with _Layout(path):
+    with _layout(path):
         pass
 
 
@@ -119,65 +120,54 @@ def trajectories(source: str | Path, compat: bool = False, horizon: int | None =
     `compat`: as D4RL's `sequence_dataset` cuts them, which leaves out an unfinished last one. Raises as `read` does.
     """
     path, entry = _locate(str(source))
-    with _Layout(path) as layout:
+    with _layout(path) as layout:
         terminals = layout.column("terminals") != 0
         # D4RL's own count starts at 1 in every episode but the first, so that only that one is whole.
-        finals = _finals(layout, terminals, entry, horizon, after_limit=1 if compat else None)
-        last_rows = np.flatnonzero(terminals | finals) if compat else _last_rows(terminals, finals)
+        ends = terminals | _finals(layout, terminals, entry, horizon, (1, 1) if compat else (0, 0))
+        ends[-1] |= not compat
         first = 0
-        for last in (last_rows + 1).tolist():
-            keys = ("observations", "actions", "rewards", "terminals")
-            yield {key: layout.file[key][first:last].reshape(last - first, *layout.file[key].shape[1:]) for key in keys}
-            first = last
+        for end in (np.flatnonzero(ends) + 1).tolist():
+            yield {key: layout.file[key][first:end].reshape(end - first, *layout.file[key].shape[1:]) for key in KEYS}
+            first = end
+
+
+@contextlib.contextmanager
+def _layout(path: Path, shape: tuple[int, int, int] | None = None) -> Iterator["_Layout"]:
+    """Open a file in D4RL's layout, only within `with`, so that the caller can open it in any mode afterwards.
+
+    Raises InputError if it is damaged, not in this layout, or not of the `shape` that it had before.
+    """
+    try:
+        with opened(path) as file:
+            layout = _Layout(path, file)
+            if shape not in (None, layout.shape):
+                raise InputError(f"{path} was changed while it was read: run the same command again")
+            yield layout
+    except (*BAD_FILE, TypeError, AttributeError) as error:
+        raise unreadable(path, error) from None
 
 
 class _Layout:
-    """An HDF5 file in D4RL's layout, its keys, shapes and types checked; a hostile one is refused before it is read.
+    """An open file in D4RL's layout, its keys, shapes and types checked; a hostile one is refused before it is read."""
 
-    It is open only within `with`, so that the caller can open the file in any mode afterwards. Raises InputError if it
-    has not the `shape` [rows, obs_dim, action_dim] that it had before.
-    """
-
-    def __init__(self, path: Path, shape: tuple[int, int, int] | None = None) -> None:
-        self.path, self._expected = path, shape
-
-    def __enter__(self) -> "_Layout":
-        self.file = opened(self.path)
-        try:
-            self._check()
-        except InputError:
-            self.file.close()
-            raise
-        except (*BAD_FILE, TypeError, AttributeError) as error:
-            self.file.close()
-            raise unreadable(self.path, error) from None
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.file.close()
-        if isinstance(error, BAD_FILE):
-            raise unreadable(self.path, error) from None
+    def __init__(self, path: Path, file: h5py.File) -> None:
+        self.path, self.file = path, file
+        if missing := [key for key in KEYS if key not in file]:
+            raise InputError(f"{path} has no {', '.join(missing)}: it is not in D4RL's layout")
+        self.rows = self._dataset("rewards").shape[0]
+        if self.rows == 0:
+            raise InputError(f"{path} is empty: it holds no transitions")
+        self.obs_dim, self.action_dim = self._width("observations"), self._width("actions")
+        if "next_observations" in file and self._width("next_observations") != self.obs_dim:
+            raise InputError(f"{path}: observations and next_observations have different widths")
+        for key in ("rewards", "terminals", *(["timeouts"] if "timeouts" in file else [])):
+            if self._dataset(key).shape not in ((self.rows,), (self.rows, 1)):
+                raise InputError(f"{path}: {key} has shape {file[key].shape}, not {(self.rows,)}")
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Rows, obs_dim and action_dim."""
         return self.rows, self.obs_dim, self.action_dim
-
-    def _check(self) -> None:
-        missing = [key for key in ("observations", "actions", "rewards", "terminals") if key not in self.file]
-        if missing:
-            raise InputError(f"{self.path} has no {', '.join(missing)}: it is not in D4RL's layout")
-        self.rows = self._dataset("rewards").shape[0]
-        if self.rows == 0:
-            raise InputError(f"{self.path} is empty: it holds no transitions")
-        self.obs_dim = self._width("observations")
-        self.action_dim = self._width("actions")
-        if "next_observations" in self.file and self._width("next_observations") != self.obs_dim:
-            raise InputError(f"{self.path}: observations and next_observations have different widths")
-        for key in ("rewards", "terminals", *(["timeouts"] if "timeouts" in self.file else [])):
-            if self._dataset(key).shape not in ((self.rows,), (self.rows, 1)):
-                raise InputError(f"{self.path}: {key} has shape {self.file[key].shape}, not {(self.rows,)}")
-        if self._expected not in (None, self.shape):
-            raise InputError(f"{self.path} was changed while it was read: run the same command again")
 
     def _width(self, key: str) -> int:
         shape = self._dataset(key).shape
@@ -206,129 +196,100 @@ class _Layout:
         rows = int(chunks[0]) if chunks else 1
         return rows * max(1, BLOCK_ROWS // rows)
 
-    def column(self, key: str) -> Array:
-        """A whole array of one number a row."""
-        values: Array = self.file[key][:]
-        return values.reshape(self.rows)
+    def column(self, key: str, first: int = 0, last: int | None = None) -> Array:
+        """Rows of an array of one number a row: [n]."""
+        values: Array = self.file[key][first:last]
+        return values.reshape(-1)
 
 
 def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> RawDataset:
-    attributes = checked_attributes(layout.path, layout.file.attrs, layout.action_dim)
-    envs = {"env": ENVIRONMENTS.get(source)} if entry else named_environment(attributes.get("env"))
-    rewards = layout.column("rewards").astype(np.float64)
+    path, shape = layout.path, layout.shape
+    facts = checked_attributes(path, layout.file.attrs, layout.action_dim)
+    if entry:
+        bound = np.full(layout.action_dim, entry.action_bound)
+        facts = {"box": (-bound, bound), "reference": entry.reference} | facts
+        facts |= {"env": ENVIRONMENTS.get(source), "untrusted_env": None}
+    else:
+        facts = {"reference": reference(facts.get("env"))} | facts
+    rewards = layout.column("rewards")
     # A kitchen's episode ends when all four tasks are complete, which its files do not say (WSRL's fork of D4RL does).
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan
     terminals = (layout.column("terminals") != 0) | (rewards == complete)
-    finals = _finals(layout, terminals, entry, horizon, after_limit=0 if compat else None)
+    finals = _finals(layout, terminals, entry, horizon, (1, 0) if compat else (0, 0))
+    ends = terminals | finals  # of episodes; the file's last row is one too
+    ends[-1] = True
     next_known = "next_observations" in layout.file and not compat
-    last_rows = _last_rows(terminals, finals)
-    keep = np.full(layout.rows, True) if next_known else _kept(terminals, finals, last_rows, compat)
-    # Episodes of which at least one step is kept.
-    kept_before = np.concatenate([[0], np.cumsum(keep)])
-    ends = kept_before[last_rows + 1]
-    some = np.diff(ends, prepend=0) > 0
-    lost = np.where(np.isnan(rewards), np.inf, rewards)[last_rows]  # NaN marks an episode that lost none
+    # The rows that become transitions: a step's successor is in the next row, unless the file holds it.
+    if next_known:
+        keep = np.full(layout.rows, True)
+    elif compat:
+        keep = ~finals
+        keep[-1] = False
+    else:
+        keep = terminals | ~ends
+    last_rows = np.flatnonzero(ends)
+    counts = np.cumsum(keep)[last_rows]  # of transitions, up to each episode's end
+    some = np.diff(counts, prepend=0) > 0
+    lost = rewards[last_rows].astype(np.float64)
+    lost[np.isnan(lost)] = np.inf  # NaN marks an episode that lost none
     lost[keep[last_rows]] = np.nan
     if not some.any():
-        raise InputError(f"{layout.path}: no step has a successor, so it holds no transitions")
-
-    path, shape = layout.path, layout.shape
+        raise InputError(f"{path}: no step has a successor, so it holds no transitions")
 
     def blocks() -> Iterator[TransitionBlock]:
-        with _Layout(path, shape) as layout:
+        with _layout(path, shape) as layout:
             step = layout.block_rows()
             for first in range(0, layout.rows, step):
-                block = _block(layout, first, min(first + step, layout.rows), next_known, last_rows, compat)
+                rows = slice(first, min(first + step, layout.rows))
+                block = _block(layout, rows.start, rows.stop, next_known, None if compat else ends[rows])
                 block = block._replace(terminations=block.terminations | (block.rewards == complete))
-                rows = keep[first : first + step]
-                yield block if rows.all() else TransitionBlock(*(part[rows] for part in block))
+                yield block if keep[rows].all() else TransitionBlock(*(part[keep[rows]] for part in block))
 
-    def kept_rewards() -> Array:
-        with _Layout(path, shape) as layout:
-            return layout.column("rewards")[keep]
-
-    stat, bound = path.stat(), entry.action_bound if entry else None
+    stat = path.stat()
     return RawDataset(
-        source, layout.obs_dim, layout.action_dim, ends[some], lost[some], blocks, kept_rewards,
-        **envs, env_kwargs=attributes.get("env_kwargs", {}),
-        action_low=attributes.get("action_low", bound and -bound), action_high=attributes.get("action_high", bound),
-        reference=attributes.get("reference", entry.reference if entry else reference(envs["env"])),
+        id=source, obs_dim=layout.obs_dim, action_dim=layout.action_dim, ends=counts[some],
+        dropped_final_rewards=lost[some], blocks=blocks, rewards=lambda: rewards[keep],
         version=(str(path.resolve()), stat.st_size, stat.st_mtime_ns, compat, horizon),
-        bad_reward_rows=np.flatnonzero(~np.isfinite(rewards)),
+        bad_reward_rows=np.flatnonzero(~np.isfinite(rewards)), **facts,
     )  # fmt: skip
 
 
-def _block(layout: _Layout, first: int, last: int, next_known: bool, last_rows: Array, compat: bool) -> TransitionBlock:
+def _block(layout: _Layout, first: int, last: int, next_known: bool, ends: Array | None) -> TransitionBlock:
+    """The rows from `first` up to `last`; those of `ends` [n] lead nowhere, since the next row is another episode's."""
     file = layout.file
-    read_ahead = not next_known and last < layout.rows
-    obs: Array = file["observations"][first : last + 1 if read_ahead else last]
-    actions: Array = file["actions"][first:last]
-    rewards: Array = file["rewards"][first:last].reshape(-1)
-    terminations: Array = file["terminals"][first:last].reshape(-1) != 0
+    obs: Array = file["observations"][first : last if next_known else last + 1]
     if next_known:
-        return TransitionBlock(obs, actions, rewards, file["next_observations"][first:last], terminations)
-    n = last - first
-    next_obs = obs[1:] if read_ahead else np.concatenate([obs[1:], obs[-1:]])
-    if not compat:  # what follows an episode's last step belongs to another episode
-        inside = last_rows[(last_rows >= first) & (last_rows < last)] - first
-        next_obs = next_obs.copy()
-        next_obs[inside] = obs[inside]
-    return TransitionBlock(obs[:n], actions, rewards, next_obs, terminations)
-
-
-def _kept(terminals: NDArray[np.bool_], finals: NDArray[np.bool_], last_rows: Array, compat: bool) -> NDArray[np.bool_]:
-    """Which rows become transitions where only the next row tells a step's successor."""
-    keep = ~finals
-    if not compat:
-        keep[last_rows] = False
-        keep |= terminals
+        next_obs: Array = file["next_observations"][first:last]
     else:
-        keep[-1] = False
-    return keep
-
-
-def _last_rows(terminals: NDArray[np.bool_], finals: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The last row of each episode; the file's last row ends one too."""
-    ends = terminals | finals
-    ends[-1] = True
-    return np.flatnonzero(ends)
+        next_obs = np.concatenate([obs[1 : last - first], obs[-1:]])
+        obs = obs[: last - first]
+        if ends is not None:
+            next_obs[ends] = obs[ends]
+    rewards, terminations = layout.column("rewards", first, last), layout.column("terminals", first, last) != 0
+    return TransitionBlock(obs, file["actions"][first:last], rewards, next_obs, terminations)
 
 
 def _finals(
-    layout: _Layout, terminals: NDArray[np.bool_], entry: Entry | None, horizon: int | None, after_limit: int | None
+    layout: _Layout, terminals: NDArray[np.bool_], entry: Entry | None, horizon: int | None, restart: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Which rows a time limit ends: as the file says, else by count (D4RL's own, where `after_limit` is given)."""
+    """Which rows a time limit ends [rows]: as the file says, else by a count of steps.
+
+    `restart`: with what the count resumes after a terminal step, and after a time limit; D4RL's own is not with 0.
+    """
     if horizon is not None and not (isinstance(horizon, int | np.integer) and horizon >= 1):
         raise InputError(f"--horizon is {horizon}: give the time limit in steps, a whole number of at least 1")
     if "timeouts" in layout.file:
         if horizon is not None:
             raise InputError(f"{layout.path} marks its time-outs itself (timeouts): leave --horizon out")
-        finals: NDArray[np.bool_] = layout.column("timeouts") != 0
-        return finals
-    limit = horizon or _horizon(layout, entry)
-    return _time_limits(terminals, limit) if after_limit is None else _count_to(limit, terminals, after_limit)
-
-
-def _time_limits(terminals: NDArray[np.bool_], horizon: int) -> NDArray[np.bool_]:
-    """Where a time limit of `horizon` steps ends an episode, for files that do not say (D4RL's v0)."""
-    starts = np.concatenate([[0], np.flatnonzero(terminals[:-1]) + 1])
-    step = np.arange(len(terminals)) - np.repeat(starts, np.diff(starts, append=len(terminals)))
-    limits: NDArray[np.bool_] = step % horizon == horizon - 1
-    return limits
-
-
-def _count_to(horizon: int, terminals: NDArray[np.bool_], after_limit: int) -> NDArray[np.bool_]:
-    """D4RL's own count of steps: after a terminal step it goes on with 1, after a time limit with `after_limit`."""
-    limits, step = np.zeros(len(terminals), bool), 0
+        return np.asarray(layout.column("timeouts") != 0)
+    limit = horizon or (entry and entry.max_episode_steps)
+    if not limit:
+        raise InputError(
+            f"{layout.path} has no timeouts, so it does not say where episodes are cut: give their time limit as "
+            "--horizon"
+        )
+    finals, step, (after_terminal, after_limit) = np.zeros(layout.rows, bool), 0, restart
     for row, terminal in enumerate(terminals.tolist()):
-        limits[row] = step == horizon - 1
-        step = after_limit if limits[row] else (0 if terminal else step) + 1
-    return limits
-
-
-def _horizon(layout: _Layout, entry: Entry | None) -> int:
-    if entry is not None:
-        return entry.max_episode_steps
-    raise InputError(
-        f"{layout.path} has no timeouts, so it does not say where episodes are cut: give their time limit as --horizon"
-    )
+        finals[row] = step == limit - 1
+        step = after_limit if finals[row] else after_terminal if terminal else step + 1
+    return finals

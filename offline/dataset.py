@@ -1,13 +1,12 @@
 """A dataset is a full replay buffer, and beside it what only a dataset knows."""
 
 import contextlib
-import copy
 import hashlib
 import json
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from common.replay_buffer import Batch, ReplayBuffer, pack
 from offline import d4rl, minari
 from offline.recording import (
     Array,
+    Episodes,
     RawDataset,
     TransitionBlock,
     action_box,
@@ -38,39 +38,16 @@ from offline.rewards import IDENTITY, RewardTransform
 TANH_LIMIT = 1.0 - 1e-5  # the log-probability of an action of exactly ±1 is infinite under a tanh-Gaussian
 
 
-@dataclass
-class Dataset:
-    """Episodes one after another in `buffer`, whose first `len(dataset)` rows they are."""
+@dataclass(kw_only=True)
+class Dataset(Episodes):
+    """Episodes one after another in `buffer`, whose first `len(dataset)` rows they are.
 
-    id: str
+    All rewards are scaled, also `dropped_final_rewards`.
+    """
+
     buffer: ReplayBuffer
-    ends: NDArray[np.int64]
-    """[episodes]: one past each episode's last transition."""
-    dropped_final_rewards: NDArray[np.float64]
-    """[episodes]: the scaled reward of an episode's last step where it is not among the transitions, else NaN."""
-    env: str | None = None
-    """The environment that evaluates it, as `envs.make.make` takes it; None where nobody knows."""
-    env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments for its constructor."""
-    reference: tuple[float, float] | None = None
-    """Returns that stand for the scores 0 and 100 (`offline.scores`)."""
     rewards: RewardTransform = IDENTITY
     """What rewards were multiplied by, and what then was added: online rewards need the same, once."""
-    untrusted_env: str | None = None
-    """As in `RawDataset`."""
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """[episodes]: each episode's first transition."""
-        return np.concatenate([[0], self.ends[:-1]])
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[episodes]: transitions in each."""
-        return np.diff(self.ends, prepend=0)
 
     @property
     def truncations(self) -> NDArray[np.bool_]:
@@ -98,9 +75,7 @@ class Dataset:
 
     def returns(self) -> NDArray[np.float64]:
         """[episodes]: undiscounted sums of the scaled rewards, lost ones included."""
-        return np.add.reduceat(self.column("rewards").astype(np.float64), self.starts) + np.nan_to_num(
-            self.dropped_final_rewards
-        )
+        return self.returns_of(self.column("rewards"))
 
     def return_to_go(self, gamma: float, failure: float | None = None) -> NDArray[np.float32]:
         """[n]: the discounted sum of the scaled rewards from each transition to its episode's end.
@@ -160,10 +135,8 @@ class Dataset:
         buffer = ReplayBuffer(len(rows), self.buffer.obs_dim, self.buffer.action_dim, self.buffer.device)
         buffer.rows.copy_(self.buffer.rows[rows.to(self.buffer.device)])
         buffer.added = len(rows)
-        chosen = copy.copy(self)
-        chosen.buffer, chosen.ends = buffer, np.cumsum(self.lengths[best])
-        chosen.dropped_final_rewards = self.dropped_final_rewards[best]
-        return chosen
+        lost = self.dropped_final_rewards[best]
+        return replace(self, buffer=buffer, ends=np.cumsum(self.lengths[best]), dropped_final_rewards=lost)
 
     def weights(self, temperature: float = 0.1, baseline: bool = False) -> NDArray[np.float64]:
         """[n]: probabilities that prefer transitions of good episodes: softmax of (normalised return / temperature).
@@ -264,25 +237,23 @@ def load(
         if (spread := float(np.ptp(returns))) == 0.0:
             raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --no-normalize-returns")
         rewards = rewards._replace(scale=rewards.scale * 1000.0 / spread)
-    low, high = action_box(recording, env)
+    box = action_box(recording, env)
     with contextlib.suppress(InputError):  # an environment that does not start has no box to compare with
         if env or recording.id not in d4rl.IDS:  # whose boxes are known to be those of their environments
             warn_of_another_box(recording, env)
-    blocks = _Prepared(recording, low, high, rewards, None if compat else max_action)
-    if _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped):
-        file = _on_disk(blocks)
-        buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device, file)
+    blocks = _Prepared(recording, box, rewards, None if compat else max_action)
+    is_mapped = _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped)
+    file = _on_disk(blocks) if is_mapped else None
+    buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device, file)
+    if is_mapped:
         buffer.added = len(recording)
     else:
-        buffer = ReplayBuffer(capacity, recording.obs_dim, recording.action_dim, device)
         for block in blocks.read():
             buffer.add(*block)
-    warn_of_actions_outside(recording, env, (low, high), blocks.outside, blocks.farthest, blocks.max_action is None)
-    dropped_final_rewards = rewards(recording.dropped_final_rewards)
-    return Dataset(
-        recording.id, buffer, recording.ends, dropped_final_rewards, recording.env, recording.env_kwargs,
-        recording.reference, rewards, recording.untrusted_env,
-    )  # fmt: skip
+    warn_of_actions_outside(recording, env, box, blocks.outside, blocks.farthest, blocks.max_action is None)
+    same = {each.name: getattr(recording, each.name) for each in fields(Episodes)}
+    lost = rewards(recording.dropped_final_rewards)
+    return Dataset(**same | {"dropped_final_rewards": lost}, buffer=buffer, rewards=rewards)
 
 
 def _should_map(num_bytes: int, device: torch.device, asked: bool | None) -> bool:
@@ -304,9 +275,8 @@ class _Prepared:
     """A recording's transitions as the buffer holds them."""
 
     recording: RawDataset
-    low: Array
-    high: Array
-    """The box of the actions."""
+    box: tuple[Array, Array]
+    """The lowest and the highest action, [action_dim]."""
     rewards: RewardTransform
     max_action: float | None
     outside: int = 0
@@ -318,7 +288,7 @@ class _Prepared:
         return (self.recording.obs_dim, self.recording.action_dim, 1, self.recording.obs_dim, 1)
 
     def read(self) -> Iterator[TransitionBlock]:
-        low, high = self.low, self.high
+        low, high = self.box
         unit = bool((low == -1).all() and (high == 1).all())
         first, self.outside, self.farthest = 0, 0, np.zeros(self.recording.action_dim)
         for recorded in self.recording.blocks():
@@ -352,30 +322,34 @@ def _not_finite(source: str | Path, what: str) -> InputError:
     )
 
 
+def _write(blocks: _Prepared, path: Path, warned: Path) -> None:
+    with replacing(path) as file:
+        first = 0
+        for block in blocks.read():
+            rows = pack(blocks.widths, first, *block)
+            file.write(rows.data)
+            first += len(rows)
+        file.flush()  # on a full disk nothing is left
+        if blocks.outside:
+            with replacing(warned) as facts:
+                facts.write(json.dumps([blocks.outside, *blocks.farthest.tolist()]).encode())
+
+
 def _on_disk(blocks: _Prepared) -> Path:
     """The file of packed rows, made at the first call. A .json file next to it holds what is to be warned of."""
     cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
     recording = blocks.recording
-    box = (blocks.low.tolist(), blocks.high.tolist())
+    box = tuple(end.tolist() for end in blocks.box)
     made_of = (2, recording.version, box, *blocks.rewards, blocks.max_action, len(recording))
     name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     path = cache / f"{Path(recording.id).name}-{name}.rows"
     warned = path.with_suffix(".json")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        # Another process may be making it.
-        with FileLock(cache / ".lock") if not path.exists() else contextlib.nullcontext():
-            if not path.exists():
-                with replacing(path) as file:
-                    first = 0
-                    for block in blocks.read():
-                        rows = pack(blocks.widths, first, *block)
-                        file.write(rows.data)
-                        first += len(rows)
-                    file.flush()  # on a full disk nothing is left
-                    if blocks.outside:
-                        with replacing(warned) as facts:
-                            facts.write(json.dumps([blocks.outside, *blocks.farthest.tolist()]).encode())
+        if not path.exists():
+            with FileLock(cache / ".lock"):  # another process may be making it
+                if not path.exists():
+                    _write(blocks, path, warned)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}): make room, or set ONRAMP_CACHE") from None
     if warned.exists():

@@ -18,7 +18,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Space
+from gymnasium.spaces import Box, Dict, Space, flatdim
 from huggingface_hub import constants
 from minari import MinariDataset, download_dataset, list_local_datasets, load_dataset
 from minari.storage import get_dataset_path
@@ -26,7 +26,7 @@ from minari.storage.remotes import DEFAULT_REMOTE
 
 from common.errors import InputError
 from offline.download import require_connection
-from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, named_environment, nearest
+from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
 BLOCK_ROWS = 10_000  # short episodes are joined to blocks of about so many transitions
 
@@ -79,8 +79,7 @@ def reference(dataset_id: str) -> tuple[float, float] | None:
 
 
 def _scores(metadata: dict[str, Any]) -> dict[str, Any]:
-    scores = {name: metadata.get(name) for name in ("ref_min_score", "ref_max_score")}
-    return {name: score for name, score in scores.items() if score is not None}
+    return {name: metadata[name] for name in ("ref_min_score", "ref_max_score") if metadata.get(name) is not None}
 
 
 def _download(source: str) -> None:
@@ -97,7 +96,7 @@ def _download(source: str) -> None:
 
 
 def _recording(dataset: MinariDataset, source: str) -> RawDataset:
-    metadata = dataset.storage.metadata
+    metadata, folder = dataset.storage.metadata, dataset.storage.data_path
     obs_space, action_space = dataset.observation_space, dataset.action_space
     if not isinstance(action_space, Box) or len(action_space.shape) != 1 or not _is_vector(obs_space):
         raise InputError(
@@ -114,7 +113,7 @@ def _recording(dataset: MinariDataset, source: str) -> RawDataset:
         for episode in _episodes(dataset, lengths):
             obs = _joined(obs_space, episode.observations)
             if len(obs) != len(episode.rewards) + 1:
-                raise _damaged(dataset.storage.data_path, ValueError("an episode lacks its last observation"))
+                raise _damaged(folder, ValueError("an episode lacks its last observation"))
             waiting.append(TransitionBlock(obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations))
             if sum(len(block.rewards) for block in waiting) >= BLOCK_ROWS:
                 yield _concatenated(waiting)
@@ -122,20 +121,18 @@ def _recording(dataset: MinariDataset, source: str) -> RawDataset:
         if waiting:
             yield _concatenated(waiting)
 
-    def rewards() -> Array:
-        return np.concatenate([episode.rewards for episode in _episodes(dataset, lengths)])
-
-    name, env_kwargs = _environment(metadata, dataset.storage.data_path)
-    attributes: dict[str, Any] = _scores(metadata) | {"env_kwargs": env_kwargs}
+    attributes = _scores(metadata) | _environment(metadata, folder)
     low, high = action_space.low.astype(np.float64), action_space.high.astype(np.float64)
     if (high - low < np.finfo(np.float32).max).all():  # else it stands for none, and the environment's may be finite
-        attributes |= {"action_low": action_space.low, "action_high": action_space.high}
-    attributes = checked_attributes(source, attributes, int(action_space.shape[0]))
-    files = sorted(path for path in dataset.storage.data_path.rglob("*") if path.is_file())
+        attributes |= {"action_low": low, "action_high": high}
+    action_dim = int(action_space.shape[0])
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     return RawDataset(
-        source, _width(obs_space), int(action_space.shape[0]), ends, np.full(len(ends), np.nan), blocks, rewards,
-        **named_environment(name), **attributes,
+        id=source, obs_dim=flatdim(obs_space), action_dim=action_dim, ends=ends,
+        dropped_final_rewards=np.full(len(ends), np.nan), blocks=blocks,
+        rewards=lambda: np.concatenate([episode.rewards for episode in _episodes(dataset, lengths)]),
         version=tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+        **checked_attributes(source, attributes, action_dim),
     )  # fmt: skip
 
 
@@ -151,8 +148,8 @@ def _episodes(dataset: MinariDataset, lengths: list[int]) -> Iterator[Any]:
         raise _damaged(dataset.storage.data_path, error) from None
 
 
-def _environment(metadata: dict[str, Any], path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the id and constructor's arguments of the evaluation environment, else of the one that made the data.
+def _environment(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the attributes env and env_kwargs of the evaluation environment, else of the one that made the data.
 
     Minari's AntMaze datasets name evaluation environments with other walls than their data have (its issues 301 and
     304): then the maze is that of the data. Marks of start and goal alone are no such difference.
@@ -160,22 +157,22 @@ def _environment(metadata: dict[str, Any], path: Path) -> tuple[str | None, dict
     specs = [json.loads(text) for key in ("eval_env_spec", "env_spec") if isinstance(text := metadata.get(key), str)]
     collected_in = _collected_in(metadata)
     if not specs:
-        return collected_in, {}
+        return {"env": collected_in} if collected_in else {}
     name, limit = str(specs[0].get("id")), specs[0].get("max_episode_steps")
     kwargs = dict(specs[0].get("kwargs") or {})
     if any("maze_map" in (spec.get("kwargs") or {}) for spec in specs):
         maze, data_maze = _maze(specs[0]), _maze(specs[-1])
         if maze and data_maze and _walls(maze) != _walls(data_maze):
             kwargs["maze_map"] = data_maze
-            _warn_once(
-                path, "its evaluation environment has other walls than the maze of its data: the data's maze is used"
-            )
+            _warn_of_walls(path)
     registered = gym.registry.get(name)
     if limit and not (registered and registered.max_episode_steps == limit):
         kwargs["max_episode_steps"] = limit
     if name.startswith("d4rl/"):  # adapted by envs.d4rl, which offline.environments imports
-        return f"offline.environments:{name}", kwargs
-    return (collected_in if collected_in and collected_in.rpartition(":")[2] == name else name), kwargs
+        name = f"offline.environments:{name}"
+    elif collected_in and collected_in.rpartition(":")[2] == name:
+        name = collected_in
+    return {"env": name, "env_kwargs": kwargs}
 
 
 def _collected_in(metadata: dict[str, Any]) -> str | None:
@@ -200,20 +197,15 @@ def _walls(maze: list[list[Any]]) -> list[list[bool]]:
 
 
 @functools.cache  # a run reads its dataset more than once
-def _warn_once(path: Path, reason: str) -> None:
-    sys.stderr.write(f"warning: {path.parent}: {reason}\n")
+def _warn_of_walls(path: Path) -> None:
+    said = "its evaluation environment has other walls than the maze of its data: the data's maze is used"
+    sys.stderr.write(f"warning: {path.parent}: {said}\n")
 
 
 def _is_vector(space: Space[Any]) -> bool:
     if isinstance(space, Dict):
         return all(_is_vector(entry) for entry in space.spaces.values())
     return isinstance(space, Box)
-
-
-def _width(space: Space[Any]) -> int:
-    if isinstance(space, Dict):
-        return sum(_width(entry) for entry in space.spaces.values())
-    return int(np.prod(space.shape or ()))
 
 
 def _joined(space: Space[Any], values: Any) -> Array:

@@ -38,53 +38,65 @@ class TransitionBlock(NamedTuple):
     terminations: Array
 
 
-@dataclass
-class RawDataset:
-    """Transitions as they were recorded, episode after episode: nothing scaled, clipped or checked for finiteness."""
+@dataclass(kw_only=True)
+class Episodes:
+    """What a dataset is besides its transitions, which are those of one episode after another."""
 
     id: str
-    obs_dim: int
-    action_dim: int
     ends: NDArray[np.int64]
     """[episodes]: one past each episode's last transition, ascending; the last is the number of transitions."""
     dropped_final_rewards: NDArray[np.float64]
     """[episodes]: the reward of an episode's last step if that step is not among the transitions, else NaN. A lost
     reward that is NaN itself is inf here.
     """
-    blocks: Callable[[], Iterator[TransitionBlock]]
-    """Reads all transitions, in order."""
-    rewards: Callable[[], Array]
-    """Reads their rewards alone."""
     env: str | None = None
-    """The environment that evaluates it, as `envs.make.make` takes it."""
+    """The environment that evaluates it, as `envs.make.make` takes it; None if it is unknown."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for its constructor."""
-    action_low: Array | float | None = None
-    action_high: Array | float | None = None
-    """The box of the actions, [action_dim] or the same for all; None: only the environment knows it (`action_box`)."""
-    reference: tuple[float, float] | None = None
-    """Returns that stand for the scores 0 and 100."""
-    version: tuple[Any, ...] = ()
-    """What changes when the files do."""
     untrusted_env: str | None = None
     """The environment that the files name, where `env` is None because it would import a module (module:Name-v0)."""
-
-    bad_reward_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Rows of the file whose reward is not finite; steps that are not among the transitions count too."""
+    reference: tuple[float, float] | None = None
+    """Returns that stand for the scores 0 and 100 (`offline.scores`)."""
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def returns(self) -> NDArray[np.float64]:
-        """Undiscounted return of each episode [episodes], its lost reward included."""
-        return np.add.reduceat(self.rewards().astype(np.float64), self.starts) + np.nan_to_num(
-            self.dropped_final_rewards, posinf=np.inf, neginf=-np.inf
-        )
+        return int(self.ends[-1])
 
     @property
     def starts(self) -> NDArray[np.int64]:
         """[episodes]: each episode's first transition."""
         return np.concatenate([[0], self.ends[:-1]])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[episodes]: transitions in each."""
+        return np.diff(self.ends, prepend=0)
+
+    def returns_of(self, rewards: Array) -> NDArray[np.float64]:
+        """Return the undiscounted sum of each episode's rewards [n], its lost one included: [episodes]."""
+        lost = np.nan_to_num(self.dropped_final_rewards, posinf=np.inf, neginf=-np.inf)
+        return np.add.reduceat(rewards.astype(np.float64), self.starts) + lost
+
+
+@dataclass(kw_only=True)
+class RawDataset(Episodes):
+    """Transitions as they were recorded: nothing scaled, clipped or checked for finiteness."""
+
+    obs_dim: int
+    action_dim: int
+    blocks: Callable[[], Iterator[TransitionBlock]]
+    """Reads all transitions, in order."""
+    rewards: Callable[[], Array]
+    """Reads their rewards alone."""
+    box: tuple[Array, Array] | None = None
+    """The lowest and the highest action, [action_dim]; None: only the environment knows them (`action_box`)."""
+    version: tuple[Any, ...] = ()
+    """What changes when the files do."""
+    bad_reward_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Rows of the file whose reward is not finite; steps that are not among the transitions count too."""
+
+    def returns(self) -> NDArray[np.float64]:
+        """Undiscounted return of each episode [episodes], its lost reward included."""
+        return self.returns_of(self.rewards())
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -93,16 +105,11 @@ def nearest(name: str, known: list[str]) -> str:
     return f": did you mean {', '.join(close)}?" if close else ": give a D4RL id, a Minari id or the path of a file"
 
 
-def trusted_environment(name: object) -> str | None:
-    """The environment that a dataset names, unless making it would import a module of the dataset's choice."""
-    return name if isinstance(name, str) and name.rpartition(":")[0] in TRUSTED else None
-
-
-def named_environment(name: object) -> dict[str, Any]:
-    """Return a `RawDataset`'s env and untrusted_env: the latter is a module:Name-v0 that only --env allows."""
-    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-    is_untrusted = trusted_environment(text) is None and re.fullmatch(r"[\w.]+:[\w./-]{1,100}", text)
-    return {"env": trusted_environment(name), "untrusted_env": text if is_untrusted else None}
+def named_environment(name: str) -> dict[str, str]:
+    """Return a `RawDataset`'s env, or untrusted_env: a module:Name-v0 that only --env allows. A text may be neither."""
+    if name.rpartition(":")[0] in TRUSTED:
+        return {"env": name}
+    return {"untrusted_env": name} if re.fullmatch(r"[\w.]+:[\w./-]{1,100}", name) else {}
 
 
 def _text(value: Any) -> str:
@@ -138,7 +145,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim: int) -> dict[str, Any]:
-    """Return those of ATTRIBUTES that `attributes` holds; `reference`, a pair, stands for the two scores.
+    """Return those fields of a `RawDataset` that are in `attributes`: its environment, box and reference.
 
     Raises InputError if one is not what it must be, or if two do not fit together.
     """
@@ -156,8 +163,10 @@ def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim
     for pair in (("action_low", "action_high"), ("ref_min_score", "ref_max_score")):
         if len(missing := [name for name in pair if name not in found]) == 1:
             raise InputError(f"{source} has only one of the attributes {' and '.join(pair)}: add {missing[0]} too")
+    if "env" in found:
+        found |= named_environment(found.pop("env"))
     if "action_low" in found:
-        _check_box(source, found["action_low"], found["action_high"], action_dim)
+        found["box"] = _box(source, found.pop("action_low"), found.pop("action_high"), action_dim)
     if "ref_min_score" in found:
         found["reference"] = low, high = float(found.pop("ref_min_score")), float(found.pop("ref_max_score"))
         if low == high:
@@ -165,7 +174,7 @@ def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim
     return found
 
 
-def _check_box(source: object, low: Array, high: Array, action_dim: int) -> None:
+def _box(source: object, low: Array, high: Array, action_dim: int) -> tuple[Array, Array]:
     if low.shape not in ((), (action_dim,)) or high.shape not in ((), (action_dim,)):
         raise InputError(
             f"{source}: action_low and action_high have shapes {low.shape} and {high.shape}: "
@@ -180,6 +189,7 @@ def _check_box(source: object, low: Array, high: Array, action_dim: int) -> None
             f"{source}: action_low is {low[i]:g} and action_high is {high[i]:g} in dimension {i}: "
             "action_low must be the smaller one, and their difference finite"
         )
+    return low, high
 
 
 def not_imported(source: str, env: str) -> InputError:
@@ -193,21 +203,19 @@ def not_imported(source: str, env: str) -> InputError:
 def box_cure(recording: RawDataset, env: str | None = None) -> str:
     """Return what to do about a box of actions that is unknown or wrong; `env`: the environment that the user gave."""
     is_file = Path(recording.id).is_file()
-    if recording.action_low is not None:
+    if recording.box:
         return "check action_low and action_high" if is_file else "check its action space"
     given = "another --env" if env and env != recording.env else "--env"
     return f"give its attributes action_low and action_high, or {given}" if is_file else f"give {given}"
 
 
 def action_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
-    """Return the lowest and the highest action, [action_dim] or []: as the dataset states them, else as the environment
+    """Return the lowest and the highest action, [action_dim]: as the dataset states them, else as the environment
     does: `env`, or the one that the dataset names.
 
     Raises InputError if neither states them, or if the environment's actions have another size.
     """
-    if recording.action_low is not None and recording.action_high is not None:
-        return np.asarray(recording.action_low, np.float64), np.asarray(recording.action_high, np.float64)
-    return environment_box(recording, env)
+    return recording.box or environment_box(recording, env)
 
 
 def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
@@ -236,19 +244,16 @@ def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
 
     Raises InputError as `environment_box`.
     """
-    if recording.action_low is None:
+    if recording.box is None:
         return
-    stated, known = action_box(recording), environment_box(recording, env)
-    difference = np.max([np.abs(a - b) / (known[1] - known[0]) for a, b in zip(stated, known, strict=True)], axis=0)
-    if (difference > ROUNDING).any():
-        i = int(difference.argmax())
-        (low, high), (low_known, high_known) = (
-            [float(np.broadcast_to(end, recording.action_dim)[i]) for end in box] for box in (stated, known)
-        )
+    (low, high), (known_low, known_high) = recording.box, environment_box(recording, env)
+    difference = np.maximum(np.abs(low - known_low), np.abs(high - known_high)) / (known_high - known_low)
+    i = int(difference.argmax())
+    if difference[i] > ROUNDING:
         sys.stderr.write(
-            f"warning: {recording.id} states the box {low:g} to {high:g} for its actions, {env or recording.env} has "
-            f"{low_known:g} to {high_known:g} (dimension {i}): the stated one is used, as is right if its actions are "
-            "in units of their own\n"
+            f"warning: {recording.id} states the box {low[i]:g} to {high[i]:g} for its actions, "
+            f"{env or recording.env} has {known_low[i]:g} to {known_high[i]:g} (dimension {i}): the stated one is "
+            "used, as is right if its actions are in units of their own\n"
         )
 
 
@@ -261,7 +266,7 @@ def warn_of_actions_outside(
     """
     if not count:
         return
-    low, high = (np.broadcast_to(end, recording.action_dim) for end in box)
+    low, high = box
     i = int((farthest / (high - low)).argmax())
     sys.stderr.write(
         f"warning: {recording.id}: {count / len(recording):.2%} of its transitions have actions outside the box "

@@ -83,8 +83,7 @@ def _recipe_of_file(output: str) -> dict[str, Any] | None:
         return None
     try:
         with h5py.File(path) as file:
-            recipe: dict[str, Any] = json.loads(file.attrs["recipe"])
-            return recipe
+            return dict(json.loads(file.attrs["recipe"]))
     except OSError:
         raise ValueError from None  # not HDF5 at all
 
@@ -96,9 +95,7 @@ def _recipe_of_minari(dataset_id: str) -> dict[str, Any] | None:
         raise InputError(f"--output {MINARI}{dataset_id}: give {MINARI}namespace/name-v0") from None
     folder = get_dataset_path(dataset_id)
     if folder.exists():
-        metadata = MinariStorage.read_raw_metadata(folder / "data")
-        recipe: dict[str, Any] = json.loads(str(metadata["recipe"]))
-        return recipe
+        return dict(json.loads(str(MinariStorage.read_raw_metadata(folder / "data")["recipe"])))
     aside = _aside(folder)
     shutil.rmtree(aside, ignore_errors=True)  # of a command that was killed
     aside.mkdir(parents=True)
@@ -130,16 +127,15 @@ def write_d4rl(
         "timeouts": transitions.timeouts,
         "next_observations": transitions.next_obs,
     }
-    assert env.spec is not None, "an environment made by gym.make has one"
+    assert env.spec is not None  # an environment made by gym.make has one
     attributes = {
         "env": env_id,
         "env_kwargs": json.dumps(env.spec.kwargs, default=str),
         "action_low": box.low,
         "action_high": box.high,
         "recipe": json.dumps(recipe, indent=2),
+        **_scores(ref_scores),
     }
-    if ref_scores:
-        attributes |= dict(zip(("ref_min_score", "ref_max_score"), ref_scores, strict=True))
     data = io.BytesIO()  # in memory first: on a full disk HDF5 ends with errors of its own, more than once
     with h5py.File(data, "w") as file:
         for name, values in datasets.items():
@@ -170,7 +166,6 @@ def write_minari(
     """
     folder = get_dataset_path(dataset_id)
     aside = _aside(folder)
-    reference = dict(zip(("ref_min_score", "ref_max_score"), ref_scores, strict=True)) if ref_scores else {}
     try:
         (aside / "data").mkdir(parents=True)
         # By its storage, not create_dataset_from_buffers: that one writes where readers look, bit by bit.
@@ -182,7 +177,7 @@ def write_minari(
                 "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
                 "description": "Collected by onramp's tools.collect; how is in the entry recipe.",
                 "recipe": json.dumps(recipe),
-                **reference,
+                **_scores(ref_scores),
             }
         )
         # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
@@ -216,7 +211,7 @@ def _whole_spec(env: gym.Env[Any, Any]) -> EnvSpec | None:
 
     A class that was registered as such is named by its module, so that readers find it too.
     """
-    assert env.spec is not None, "an environment made by gym.make has one"
+    assert env.spec is not None
     registered = gym.registry.get(env.spec.id, env.spec)
     spec = dataclasses.replace(env.spec, disable_env_checker=registered.disable_env_checker)
     module, name = (getattr(spec.entry_point, key, "") for key in ("__module__", "__qualname__"))
@@ -254,6 +249,10 @@ def _structured(space: gym.Space[Any], obs: Array) -> Any:
     ends = np.cumsum([flatdim(each) for each in space.values()])
     parts = np.split(obs, ends[:-1], axis=1)
     return {key: _structured(each, part) for (key, each), part in zip(space.items(), parts, strict=True)}
+
+
+def _scores(between: tuple[float, float] | None) -> dict[str, float]:
+    return {"ref_min_score": between[0], "ref_max_score": between[1]} if between else {}
 
 
 def _aside(folder: Path) -> Path:

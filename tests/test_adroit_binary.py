@@ -1,5 +1,7 @@
 """The Adroit binary tasks: reward, end, and the datasets in both conventions."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +9,15 @@ import numpy as np
 import pytest
 from conftest import SHARED
 
-from common.errors import InputError
+from common.command_line import command_line
+from common.errors import Finished, InputError
 from envs.d4rl import solved
 from envs.make import make
 from offline.dataset import load
 from offline.environments import BINARY
 from offline.scores import normalized, reference
 from offline.write import Transitions
-from tools.adroit_binary import Args, main, until_solved
+from tools.adroit_binary import Args, main, run, until_solved
 
 PEN = SHARED / "data" / "adroit" / "pen-human-sparse.hdf5"
 needs_demonstrations = pytest.mark.skipif(not PEN.exists(), reason=f"{PEN} is not there")
@@ -90,26 +93,42 @@ def test_demonstrations_that_d4rl_cuts_in_two_are_refused(tmp_path: Path) -> Non
         main(Args("door-human-v1", str(tmp_path / "door.hdf5"), task="door"))
 
 
+def test_a_command_that_fails_is_named() -> None:
+    run("this")
+    with pytest.raises(InputError, match="no_such_module failed: see above"):
+        run("no_such_module")
+
+
 @needs_demonstrations
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_the_whole_command(tmp_path: Path, goes_on: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    args = Args(str(PEN), str(tmp_path / "pen.hdf5"), goes_on=goes_on, rollouts=10, updates=400)
-    main(args)
-    dataset = load(args.output)
-    assert dataset.env == BINARY["pen", not goes_on]
-    rewards, terminations = dataset.column("rewards"), dataset.column("terminations")
-    assert np.array_equal(rewards == 0, solved("pen", dataset.column("next_obs")))
-    if goes_on:
-        assert len(dataset) == 25 * 199 + 10 * 100
-        assert not terminations.any()
-        assert dataset.lengths.tolist() == [199] * 25 + [100] * 10
-    else:
-        assert np.array_equal(terminations == 1, rewards == 0)
-        assert terminations[dataset.ends - 1].all()
-        assert len(dataset) < 25 * 199 + 10 * 100
-    before = Path(args.output).read_bytes()
-    main(args)
-    assert "nothing to do" in capfd.readouterr().err
-    assert Path(args.output).read_bytes() == before
-    with pytest.raises(InputError, match="made by other arguments"):
-        main(Args(str(PEN), args.output, goes_on=goes_on, rollouts=11, updates=400))
+def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both conventions, of the same roll-outs: the second time they are there."""
+
+    def run_here(name: str, *arguments: str) -> None:
+        module = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        command_line(module.train if name == "algos.bc" else module.collect, module.Args)
+
+    monkeypatch.setattr("tools.adroit_binary.run", run_here)
+    for goes_on in (False, True):
+        args = Args(str(PEN), str(tmp_path / "pen.hdf5"), goes_on=goes_on, rollouts=10, updates=400)
+        main(args)
+        dataset = load(args.output)
+        assert dataset.env == BINARY["pen", not goes_on]
+        rewards, terminations = dataset.column("rewards"), dataset.column("terminations")
+        assert np.array_equal(rewards == 0, solved("pen", dataset.column("next_obs")))
+        if goes_on:
+            assert len(dataset) == 25 * 199 + 10 * 100
+            assert not terminations.any()
+            assert dataset.lengths.tolist() == [199] * 25 + [100] * 10
+        else:
+            assert np.array_equal(terminations == 1, rewards == 0)
+            assert terminations[dataset.ends - 1].all()
+            assert len(dataset) < 25 * 199 + 10 * 100
+        before = Path(args.output).read_bytes()
+        with pytest.raises(Finished, match="nothing to do"):
+            main(args)
+        assert Path(args.output).read_bytes() == before
+        with pytest.raises(InputError, match="made by other arguments"):
+            main(Args(str(PEN), args.output, goes_on=not goes_on, rollouts=10, updates=400))
+        Path(args.output).unlink()
+        monkeypatch.setattr("tools.adroit_binary.run", lambda *command: None)

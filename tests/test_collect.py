@@ -1,9 +1,11 @@
 """Datasets made by tools.collect: whole, reproducible, equal in both layouts, and what is refused."""
 
 import json
+import multiprocessing
+import os
 import resource
+import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from common.seeding import seeds
 from envs.make import CanonicalEnv
 from offline.dataset import load
 from tools.collect import Args, collect
+from tools.policies import load_policy
 
 FIELDS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
 Data = dict[str, np.ndarray]
@@ -160,12 +163,15 @@ def test_our_own_reader_gives_it_back(output: str):
 
 
 def test_several_policies_share_the_transitions(small):
-    module("sac").train(small(total_steps=100))
+    module("sac").train(small(total_steps=100, eval_episodes=0))
     folder = str(small().run_dir)
     data = made(policy=("random", folder, "random"), transitions=100)
     kinds = [source["kind"] for source in recipe()["sources"]]
     assert kinds == ["random", "run", "random"]
     assert np.flatnonzero(data["timeouts"]).tolist() == [16, 33, 50, 66, 83, 99]
+    first = [34, 51]  # of the run's policy, in its two environments
+    trained = load_policy(folder, gym.make("Pendulum-v1"), seeds(1, "policy 1", 1)[0], deterministic=False)
+    assert np.array_equal(data["actions"][first], 2 * trained(data["observations"][first]))
     for name in ("observations", "actions"):  # of two random policies: another environment, other noise
         assert (data[name][:33] != data[name][67:]).all()
     assert equal(data, made("inferred.hdf5", env=None, policy=("random", folder, "random"), transitions=100))
@@ -177,11 +183,11 @@ def test_several_policies_share_the_transitions(small):
         ("Pendulum-v1", 1, {"total_steps": 500}),
         ("Pendulum-v1", 2, {"total_steps": 500}),
         ("Pendulum-v1", 2, {"total_steps": 500, "buffer_size": 301}),  # the ring has lost its oldest
-        ("Hopper-v4", 2, {"total_steps": 300, "learning_starts": 300}),
+        ("Hopper-v4", 2, {"total_steps": 300}),
     ],
 )
 def test_a_runs_replay_buffer(small, env: str, num_envs: int, changed: dict[str, Any]):
-    args = small(env=env, num_envs=num_envs, **changed)
+    args = small(env=env, num_envs=num_envs, eval_episodes=0, learning_starts=500, **changed)
     module("sac").train(args)
     stored = b"".join(path.read_bytes() for path in sorted((args.run_dir / "checkpoint" / "replay").glob("*.rows")))
     rows = np.frombuffer(stored, np.float32).reshape(args.total_steps, -1)
@@ -212,8 +218,9 @@ def test_a_runs_replay_buffer(small, env: str, num_envs: int, changed: dict[str,
 @pytest.mark.parametrize(("calibrated", "num_envs"), [(False, 2), (True, 2), (True, 1)])
 def test_the_buffer_of_a_run_that_scales_its_rewards(small, calibrated: bool, num_envs: int):
     """The file has the environment's rewards; episodes are whole also where Cal-QL stores them one after the other."""
-    rewards = {"reward_scale": 10.0, "reward_shift": -5.0}
-    args = small("cql", calibrated=calibrated, num_envs=num_envs, offline_steps=1, online_steps=820, utd=1, **rewards)
+    changed = {"reward_scale": 10.0, "reward_shift": -5.0, "calibrated": calibrated, "num_envs": num_envs}
+    changed |= {"retain": "none", "warmup_steps": 820, "eval_episodes": 0}  # nothing is learned online
+    args = small("cql", offline_steps=1, online_steps=820, **changed)
     module("cql").train(args)
     data = made(env=None, replay=args.run_dir)
     cos, sin, speed = data["observations"].T.astype(np.float64)
@@ -232,7 +239,7 @@ def test_a_run_whose_dataset_brings_its_environment(small, capsys: pytest.Captur
     made("offline.hdf5", transitions=400)
     with h5py.File("offline.hdf5", "a") as file:
         file.attrs["env_kwargs"] = json.dumps({"g": 10.0})
-    args = small("iql", dataset="offline.hdf5", env="", offline_steps=1, online_steps=20)
+    args = small("iql", dataset="offline.hdf5", env="", offline_steps=1, online_steps=20, eval_episodes=0)
     module("iql").train(args)
     assert json.loads((args.run_dir / "config.json").read_text())["arguments"]["env"] == ""
     with pytest.raises(InputError, match="give --env"):
@@ -302,10 +309,10 @@ def test_bad_flags(run, tmp_path: Path, arguments: list[str], named: list[str]):
 
 
 def test_runs_that_cannot_be_replayed(small, tmp_path: Path):
-    module("ppo").train(args := small("ppo", total_steps=40))
+    module("ppo").train(args := small("ppo", total_steps=40, eval_episodes=0))
     with pytest.raises(InputError, match="no replay buffer"):
         made(env=None, replay=args.run_dir)
-    module("sac").train(args := small(total_steps=60, run_dir=tmp_path / "sac"))
+    module("sac").train(args := small(total_steps=60, eval_episodes=0, run_dir=tmp_path / "sac"))
     with pytest.raises(InputError, match=r"--env is Hopper-v4, but .* Pendulum-v1"):
         made(env="Hopper-v4", replay=args.run_dir)
     next((args.run_dir / "checkpoint" / "replay").iterdir()).unlink()
@@ -321,7 +328,7 @@ def test_data_of_a_module_say_so_and_env_allows_it(small, monkeypatch: pytest.Mo
     name = f"own_{output[:4]}"  # no other test may have imported it
     own, text = f"{name}:{name}-v0", "import gymnasium as gym\nfrom gymnasium.envs.classic_control import PendulumEnv\n"
     Path(f"{name}.py").write_text(f"{text}gym.register('{name}-v0', PendulumEnv, max_episode_steps=50)\n")
-    module("sac").train(args := small(env=own, total_steps=60))
+    module("sac").train(args := small(env=own, total_steps=60, eval_episodes=0))
     collect(Args(output, None, (str(args.run_dir),), transitions=100, num_envs=2))
     source = output.removeprefix("minari:")
     sys.modules.pop(name)
@@ -469,24 +476,29 @@ def test_non_finite_data():
 
 
 @pytest.mark.parametrize("output", ["data.hdf5", "minari:test/random-v0"])
-def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
+def test_a_full_disk_and_a_kill_while_writing(run, tmp_path: Path, output: str):
     """Nothing is left where a reader looks; with room, the same command works."""
-    line = [sys.executable, "-m", "tools.collect", *PENDULUM, "--transitions", "2000", "--output", output]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 1024, 20 * 1024))  # noqa: E731
-    full = subprocess.run(line, capture_output=True, text=True, preexec_fn=limit, check=False)
-    assert full.returncode == 1
-    assert len(full.stderr.strip().splitlines()) <= 2, full.stderr
-    assert "cannot be written" in full.stderr
-    assert "make room" in full.stderr
+    flags = [*PENDULUM, "--transitions", "2000", "--output", output]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 1024, before[1]))
+        status, said = run(*flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1
+    assert len(said.strip().splitlines()) <= 2, said
+    assert "cannot be written" in said
+    assert "make room" in said
     assert not [path for path in tmp_path.rglob("*") if "data" in path.name or "random" in path.name]
 
-    code = (
-        "import os, signal, sys; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from common.command_line import command_line; from tools.collect import Args, collect\n"
-        "command_line(collect, Args)"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, *line[3:]], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    def killed_at_its_first_fsync() -> None:
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # of that process alone
+        collect(Args(output, "Pendulum-v1", ("random",), transitions=2_000))
+
+    process = multiprocessing.get_context("fork").Process(target=killed_at_its_first_fsync)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "data.hdf5").exists()
     assert not (tmp_path / "minari").exists() or not minari.list_local_datasets()
 
@@ -494,8 +506,11 @@ def test_a_full_disk_and_a_kill_while_writing(tmp_path: Path, output: str):
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_help_lists_every_flag():
-    line = [sys.executable, "-m", "tools.collect", "--help"]
-    result = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert result.returncode == 0
-    assert all(f"--{name.replace('_', '-')}" in result.stdout for name in Args.__dataclass_fields__)
+@pytest.mark.filterwarnings("ignore:'tools.collect' found in sys.modules")
+def test_help_lists_every_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["collect.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("tools.collect", run_name="__main__", alter_sys=True)
+    assert not stop.value.code
+    said = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in said for name in Args.__dataclass_fields__)

@@ -413,7 +413,8 @@ class TestUnreadableFiles:
             for mode in ("r", "r+", "a"):
                 with h5py.File(path, mode) as own:
                     assert "actions" in own
-        assert len(recording.rewards()) == 5  # it opens the file again
+        assert len(recording.rewards()) == 5
+        assert sum(len(block.rewards) for block in recording.blocks()) == 5  # it opens the file again
 
     def test_one_that_another_program_is_writing(self, tmp_path: Path) -> None:
         """What that program has not written yet is not there: it must close the file first."""

@@ -19,7 +19,7 @@ from envs import d4rl
 from envs.d4rl import ANT_GOAL, POINT_GOAL, WALLS, AntMaze, Maze
 from envs.make import make
 from offline.environments import BINARY, ENVIRONMENTS, environment_of
-from offline.recording import trusted_environment
+from offline.recording import named_environment
 from offline.scores import reference
 
 NEWER_MUJOCO = tuple(map(int, mujoco.__version__.split(".")[:2])) > (3, 11)
@@ -93,8 +93,8 @@ def test_ids_of_runs_and_datasets_made_earlier_still_work() -> None:
             assert getattr(one.spec, name) == getattr(other.spec, name)
         np.testing.assert_array_equal(one.reset(seed=3)[0], other.reset(seed=3)[0])
         assert reference(old) == reference(new)
-        assert trusted_environment(old) == old
-        assert trusted_environment(new) == new
+        assert named_environment(old) == {"env": old}
+        assert named_environment(new) == {"env": new}
     assert reference("envs.d4rl:d4rl/door-v1") == (-56.512833, 2880.5693087298737)
 
 

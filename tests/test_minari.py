@@ -236,6 +236,7 @@ class TestRemote:
         """Its own six tries take 25 s; what is wrong is the network, not the id, so no other id is suggested."""
         tried: list[Any] = []
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        monkeypatch.setattr("offline.download.time.sleep", lambda seconds: None)
         monkeypatch.setattr("offline.minari.download_dataset", lambda *asked, **_: tried.append(asked))
         monkeypatch.delenv("MINARI_REMOTE", raising=False)
         for proxy in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):

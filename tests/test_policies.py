@@ -30,7 +30,7 @@ OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 
 @every_algorithm
 def test_of_a_run(algo: str, small):
-    module(algo).train(args := small(algo, total_steps=100))
+    module(algo).train(args := small(algo, total_steps=100, eval_episodes=0))
     args = with_presets(args, getattr(module(algo), "PRESETS", {})) if algo in OFFLINE else args
     args = replace(args, seed=0)  # of the noise, which `load_policy` is given too
     agent = agent_class(algo)(args, 3, 1, torch.device("cpu"))
@@ -291,10 +291,11 @@ def test_real_policies_reach_their_returns(name: str, env: str, least: float):
     path = SHARED / "data" / "policies" / f"{name}-v3.zip"
     if not path.exists():
         pytest.skip(f"{path} is not here")
-    envs = [make(env) for _ in range(4)]  # a walker falls in one episode and walks to the end of the next
-    policy = load_policy(str(path), envs[0], 0, deterministic=True)
+    environment = make(env)
+    policy = load_policy(str(path), environment, 0, deterministic=True)
     assert (policy.facts["algorithm"], policy.facts["step"]) == (name[:3], 1_000_000)
-    assert max(episode.return_ for episode in evaluate(policy, envs, range(4))) > least
+    # In one of four episodes: a walker falls in one and walks to the end of the next.
+    assert any(evaluate(policy, [environment], [seed])[0].return_ > least for seed in range(4))
 
 
 class Bomb:
@@ -368,7 +369,7 @@ def test_run_folders_that_do_not_fit(small):
     (folder / "config.json").write_text("{}")
     assert_refused("no checkpoint")
     (folder / "config.json").unlink()
-    module("sac").train(small(total_steps=60))
+    module("sac").train(small(total_steps=60, eval_episodes=0))
     assert_refused("11 observations and 3 actions.*\n.*Pendulum-v1", gym.make("Hopper-v5"))
     whole = json.loads((folder / "config.json").read_text())
     for changed, named in [

@@ -1,10 +1,12 @@
 """Every algorithm that takes a dataset trains on a D4RL id, a Minari id and a file, then online, and is scored."""
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import h5py
 import minari
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ every_offline_algorithm = pytest.mark.parametrize("algo", OFFLINE)
 
 def trained(small: Any, algo: str, dataset: str, env: str) -> list[dict[str, str]]:
     """The rows of evaluations.csv after 3 updates and 5 steps; `env` "" is the dataset's own."""
-    args = small(algo, dataset=dataset, env=env, offline_steps=3, online_steps=5)
+    args = small(algo, dataset=dataset, env=env, offline_steps=3, online_steps=5, eval_episodes=1)
     module(algo).train(args)
     rows = list(csv.DictReader((args.run_dir / "evaluations.csv").open()))
     assert {int(row["step"]) for row in rows} == {-3, 0, 1, 5}
@@ -51,15 +53,19 @@ def test_a_minari_id(small: Any, algo: str, tmp_path: Path, monkeypatch: pytest.
             terminations=np.zeros(20, bool), truncations=np.arange(20) == 19,
         ) for _ in range(2)
     ]  # fmt: skip
+    env = gym.make("Pendulum-v1", max_episode_steps=20)  # soon evaluated
     minari.create_dataset_from_buffers(
-        "mine/pendulum-v0", buffer=episodes, env=gym.make("Pendulum-v1"), ref_min_score=-1500.0, ref_max_score=-100.0
+        "mine/pendulum-v0", buffer=episodes, env=env, ref_min_score=-1500.0, ref_max_score=-100.0
     )
     assert_scores(trained(small, algo, "mine/pendulum-v0", ""), -1500.0, -100.0)
 
 
 @every_offline_algorithm
-def test_a_file_without_a_reference(small: Any, algo: str) -> None:
-    rows = trained(small, algo, str(PENDULUM), "")
+def test_a_file_without_a_reference(small: Any, algo: str, tmp_path: Path) -> None:
+    shutil.copy(PENDULUM, path := tmp_path / "mine.hdf5")
+    with h5py.File(path, "a") as file:
+        file.attrs["env_kwargs"] = '{"max_episode_steps": 20}'  # soon evaluated
+    rows = trained(small, algo, str(path), "")
     assert {row["normalized_score"] for row in rows} == {""}
 
 

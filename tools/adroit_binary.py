@@ -24,7 +24,7 @@ import gymnasium as gym
 import numpy as np
 
 from common.command_line import command_line
-from common.errors import InputError
+from common.errors import Finished, InputError
 from common.provenance import commit, versions
 from envs.d4rl import solved
 from offline import d4rl
@@ -86,8 +86,7 @@ def main(args: Args) -> None:
     if before is not None:
         if before.get("arguments") != arguments:
             raise InputError(f"{args.output} exists and was made by other arguments: give another --output")
-        sys.stderr.write(f"{args.output} exists already, made by the same command: nothing to do\n")
-        return
+        raise Finished(f"{args.output} exists already, made by the same command: nothing to do")
     env_id = BINARY[args.task, False]
     env = gym.make(env_id.partition(":")[2])
     assert env.spec is not None

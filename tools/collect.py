@@ -14,8 +14,6 @@ nothing.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,8 +106,8 @@ def collect(args: Args) -> None:
     if before is not None:
         _same_or_refuse(args.output, before, recipe)
     try:
-        infos: Infos = {}  # a replay buffer has none
-        data = _replayed(run, env) if run else _collected(args, env_id, env, policies, infos)
+        data, infos = _replayed(run, env) if run else _collected(args, env_id, policies)
+        data = _in_own_units(data, env)
         facts = _facts(data)
         recipe |= facts
         if args.output.startswith(MINARI):
@@ -157,67 +155,66 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     raise Finished(f"{output} exists already, made by the same command: nothing to do")
 
 
-def _collected(args: Args, env_id: str, env: gym.Env[Any, Any], policies: list[Policy], infos: Infos) -> Transitions:
-    """Return the policies' transitions, and fill `infos`: all numbers for a Minari dataset, which stores them."""
+def _collected(args: Args, env_id: str, policies: list[Policy]) -> tuple[Transitions, Infos]:
+    """Return the policies' transitions, and for a Minari dataset, which stores them, all numbers in their infos."""
     parts: list[Transitions] = []
-    numeric: set[str] = set()  # names of infos that are not bools alone
+    infos = _Told(args.transitions)
     kwargs = {"all_infos": True} if args.output.startswith(MINARI) else {}
     with tqdm(total=args.transitions, unit=" transitions", disable=None) as progress:
         for i, policy in enumerate(policies):
             share = args.transitions // len(policies) + (i < args.transitions % len(policies))
             envs = make_vector(env_id, args.num_envs, args.seed, f"collection {i}", args.vectorizer, **kwargs)
             with contextlib.closing(envs):
-                note = partial(_note, infos, numeric, args.transitions, sum(len(part.rewards) for part in parts))
-                parts.append(roll_out(policy, envs, share, progress, note))
-    infos |= {name: values == 1.0 for name, values in infos.items() if name not in numeric}
-    return _in_own_units(Transitions(*map(np.concatenate, zip(*parts, strict=True))), env)
+                parts.append(_roll_out(policy, envs, share, progress, infos, sum(len(part.rewards) for part in parts)))
+    return Transitions(*map(np.concatenate, zip(*parts, strict=True))), infos.finished()
 
 
-def _note(
-    infos: Infos, numeric: set[str], transitions: int, first: int, when: int, rows: Array, told: dict[str, Any]
-) -> None:
-    """Store what environments told with obs (`when` is 0) or next_obs (1) of the transitions first + rows [n].
+class _Told:
+    """The infos of all transitions, by name: NaN, or False for a bool, where an environment told nothing."""
 
-    `told`: a vector environment's infos, of which the first n environments count; masks have "_" in front.
-    `numeric`: receives the names whose values are not all bools.
-    """
-    for name in (name for name in told if name[:1] != "_"):
-        known = told[f"_{name}"][: len(rows)]
-        values = told[name][: len(rows)][known]
-        if not all(isinstance(value, bool | np.bool_) for value in values):
-            numeric.add(name)
-        if name not in infos:
-            infos[name] = np.full((2, transitions), np.nan)
-        infos[name][when, first + rows[known]] = values.astype(np.float64)
+    def __init__(self, transitions: int) -> None:
+        self.transitions, self.values, self.numeric = transitions, dict[str, Array](), set[str]()
+
+    def add(self, when: int, rows: Array, told: dict[str, Any]) -> None:
+        """Add what environments told with obs (`when` is 0) or next_obs (1) of the transitions `rows` [n].
+
+        `told`: a vector environment's infos, of which the first n environments count; masks have "_" in front.
+        """
+        for name in (name for name in told if name[:1] != "_"):
+            known = told[f"_{name}"][: len(rows)]
+            values = told[name][: len(rows)][known]
+            if not all(isinstance(value, bool | np.bool_) for value in values):
+                self.numeric.add(name)
+            if name not in self.values:
+                self.values[name] = np.full((2, self.transitions), np.nan)
+            self.values[name][when, rows[known]] = values.astype(np.float64)
+
+    def finished(self) -> Infos:
+        return {name: values if name in self.numeric else values == 1.0 for name, values in self.values.items()}
 
 
-def roll_out(
-    policy: Policy,
-    envs: VectorEnv[Array, Array, Array],
-    transitions: int,
-    progress: Any,
-    note: Callable[[int, Array, dict[str, Any]], None],
+def _roll_out(
+    policy: Policy, envs: VectorEnv[Array, Array, Array], transitions: int, progress: Any, infos: _Told, first: int
 ) -> Transitions:
     """That many transitions, evenly from each of `envs` (freshly made), one environment's after the other's.
 
-    Actions are in [-1, 1], as the policy gave them. `note`: receives what the environments told with obs (0) and with
-    next_obs (1) of the rows [n]. Raises RunError where the environment gives what is not finite.
+    Actions are in [-1, 1], as the policy gave them. `infos` receives what the environments tell; `first` is the number
+    of the first transition there. Raises RunError where the environment gives what is not finite.
     """
     n = envs.num_envs
     counts = [transitions // n + (i < transitions % n) for i in range(n)]
-    shapes = [flatdim(envs.single_observation_space), flatdim(envs.single_action_space)]
-    floats = [np.empty((counts[0], n, *shape), np.float32) for shape in ([shapes[0]], [shapes[1]], [], [shapes[0]])]
-    bools = [np.zeros((counts[0], n), bool) for _ in range(3)]
-    data = Transitions(*floats, *bools)
-    starts = np.cumsum([0, *counts[:-1]])
+    obs_dim, action_dim = flatdim(envs.single_observation_space), flatdim(envs.single_action_space)
+    floats = [np.empty((counts[0], n, *shape), np.float32) for shape in ([obs_dim], [action_dim], [], [obs_dim])]
+    data = Transitions(*floats, *(np.zeros((counts[0], n), bool) for _ in range(3)))
+    starts = first + np.cumsum([0, *counts[:-1]])
     obs, info = envs.reset()
     for step in range(counts[0]):
         rows = step + starts[: min(n, transitions - step * n)]
-        note(0, rows, info)
+        infos.add(0, rows, info)
         actions = policy(obs)
         next_obs, rewards, terminations, truncations, info = envs.step(actions)
         require_finite(step * n, obs=next_obs, rewards=rewards)
-        note(1, rows, info)
+        infos.add(1, rows, info)
         for values, new in zip(data, (obs, actions, rewards, next_obs, terminations, truncations), strict=False):
             values[step] = new
         dones = terminations | truncations
@@ -228,7 +225,7 @@ def roll_out(
     return Transitions(*(np.concatenate([values[:count, i] for i, count in enumerate(counts)]) for values in data))
 
 
-def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
+def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> tuple[Transitions, Infos]:
     """All transitions in a run's replay buffer, one environment's after the other's, with the environment's rewards.
 
     An episode ends where a termination is stored, or where the environment's next row does not begin where this one
@@ -255,10 +252,8 @@ def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> Transitions:
     ends = terminations[:, 0] > 0
     newest = np.append(np.diff(numbers % num_envs) != 0, not whole)  # under way
     breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)  # bit for bit
-    transitions = Transitions(
-        obs, actions, rewards[:, 0], next_obs, ends, truncations=breaks & ~ends & ~newest, cuts=newest & ~ends
-    )
-    return _in_own_units(transitions, env)
+    truncations, cuts = breaks & ~ends & ~newest, newest & ~ends
+    return Transitions(obs, actions, rewards[:, 0], next_obs, ends, truncations, cuts), {}  # no infos are stored there
 
 
 def _in_own_units(data: Transitions, env: gym.Env[Any, Any]) -> Transitions:

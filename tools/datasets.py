@@ -25,6 +25,7 @@ from common.checkpoint import replacing
 from common.errors import InputError
 from offline.dataset import load
 from offline.download import download
+from tools import inspect_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 AGENTS = "https://github.com/DLR-RM/rl-trained-agents/raw/master/tqc"  # MIT licence
@@ -32,11 +33,10 @@ TRANSITIONS = 200_000
 
 
 class Robot(NamedTuple):
-    """How a robot's datasets are made: its environment, the flags of the medium run, the expert's file and SHA-256."""
+    """How a robot's datasets are made: its environment, the flags of the medium run, the SHA-256 of the expert."""
 
     env: str
     medium: str
-    expert: str
     sha256: str
 
 
@@ -44,19 +44,12 @@ SUITE = {
     "halfcheetah": Robot(
         "HalfCheetah-v4",
         "--hidden 64 64 --actor-lr 1e-4 --critic-lr 1e-4 --alpha-lr 1e-4",
-        "HalfCheetah-v3",
         "836e9f4d641c68c06e6dbe6c06f907eda943627ef1cece324bac4d007a757b9f",
     ),
-    "hopper": Robot(
-        "Hopper-v4",
-        "--hidden 64 64",
-        "Hopper-v3",
-        "ad04cf1b354adb8810cd2a98f45f3c5179bd5c6d9fa83a1a7b8c1157094417e3",
-    ),
+    "hopper": Robot("Hopper-v4", "--hidden 64 64", "ad04cf1b354adb8810cd2a98f45f3c5179bd5c6d9fa83a1a7b8c1157094417e3"),
     "walker2d": Robot(
         "Walker2d-v4",
         "--hidden 128 128 --actor-lr 4e-4 --critic-lr 4e-4 --alpha-lr 4e-4",
-        "Walker2d-v3",
         "329d4c4e0983a53e67c27cd3f69a2d3a8bb3e93aeb2de639ba68f9b6af5eb7e1",
     ),
 }
@@ -79,7 +72,8 @@ def build(name: str, args: Args) -> None:
     robot = SUITE[name]
     run, expert = args.folder / "runs" / name, args.experts / f"tqc-{name}-v3.zip"
     if not expert.exists():
-        download(f"{AGENTS}/{robot.expert}_1/{robot.expert}.zip", expert, lambda part: _check(part, robot.sha256))
+        trained_on = robot.env.replace("v4", "v3")
+        download(f"{AGENTS}/{trained_on}_1/{trained_on}.zip", expert, lambda part: _check(part, robot.sha256))
     _check(expert, robot.sha256)
     train = f"algos/sac.py --env {robot.env} --seed 1 --total-steps {TRANSITIONS} --eval-every 10000 {robot.medium}"
     _run(f"{train} --run-dir", str(run))
@@ -96,7 +90,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     """
     path, reference = folder / f"{name}-{kind}.hdf5", folder / f"{name}-medium-replay.hdf5"
     beside, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
-    _run("-m tools.inspect_dataset", str(path), "--reference", str(reference), "--json", str(beside))
+    inspect_dataset.main(inspect_dataset.Args(str(path), reference=str(reference), json=beside))
     found = json.loads(beside.read_text())
     del found["columns"]
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}

@@ -13,6 +13,7 @@ edges a dimension over the reference's range, as in their evaluation of D4RL.
 """
 
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,88 +54,54 @@ class Args:
     """Write all figures to this file too."""
 
 
-@dataclass
-class _Columns:
-    """Running minimum, maximum, mean and deviation of each column, over finite numbers."""
-
-    low: Array
-    high: Array
-    count: Array
-    total: Array
-    squares: Array
-
-    @classmethod
-    def of(cls, width: int) -> "_Columns":
-        return cls(np.full(width, np.inf), np.full(width, -np.inf), *(np.zeros(width) for _ in range(3)))
-
-    def add(self, values: Array) -> None:
-        """values [n, width]."""
-        values = values.reshape(len(values), -1).astype(np.float64)
-        finite = np.isfinite(values)
-        self.low = np.minimum(self.low, np.where(finite, values, np.inf).min(0))
-        self.high = np.maximum(self.high, np.where(finite, values, -np.inf).max(0))
-        values = np.where(finite, values, 0.0)
-        self.count += finite.sum(0)
-        self.total += values.sum(0)
-        self.squares += np.square(values).sum(0)
-
-    def facts(self) -> dict[str, Any]:
-        count = np.maximum(self.count, 1)
-        mean = self.total / count
-        deviation = np.sqrt(np.maximum(self.squares / count - np.square(mean), 0.0))
-        return {"min": self.low.tolist(), "max": self.high.tolist(), "mean": mean.tolist(), "std": deviation.tolist()}
-
-
 def facts(recording: RawDataset, reference: RawDataset | None = None, env: str | None = None) -> dict[str, Any]:
     """All that is reported, as plain numbers; reads the data once, block by block, and once more for `reference`.
 
     `env`: as in `offline.dataset.load`. Raises InputError if its box of actions cannot be had.
     """
     box = _box(recording, env)
-    columns = {name: _Columns.of(width) for name, width in _widths(recording).items()}
+    sums: dict[str, list[Array]] = {name: [] for name in ("obs", "actions", "rewards")}
     not_finite = dict.fromkeys(TransitionBlock._fields, 0)
-    outside = saturated = terminations = 0
-    hashes: list[NDArray[np.uint64]] = []
-    action_hashes: list[NDArray[np.uint64]] = []
-    last_terminations, seen = [], 0
+    outside = saturated = 0
+    hashes, action_hashes, terminations = [], [], []
     for block in recording.blocks():
         for name, values in zip(TransitionBlock._fields, block, strict=True):
             not_finite[name] += int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
-        for name in columns:
-            columns[name].add(getattr(block, name))
+        for name, parts in sums.items():
+            parts.append(_sums(getattr(block, name)))
         if box is not None:
             distance = distance_outside(block.actions, *box)
             outside += int((distance > 0).any(1).sum())
             saturated += int((distance == 0).any(1).sum())
-        terminations += int((block.terminations > 0).sum())
-        hashes.append(_hashes(_words(*block)))
-        action_hashes.append(_hashes(_words(block.actions)))
-        inside = recording.ends[(recording.ends > seen) & (recording.ends <= seen + len(block.rewards))] - 1 - seen
-        last_terminations.append(block.terminations[inside] > 0)
-        seen += len(block.rewards)
+        hashes.append(_hashes(*block))
+        action_hashes.append(_hashes(block.actions))
+        terminations.append(block.terminations > 0)
     not_finite["rewards"] = max(not_finite["rewards"], len(recording.bad_reward_rows))  # lost ones too
-    returns, lengths = recording.returns(), np.diff(recording.ends, prepend=0)
+    columns = {name: _columns(parts) for name, parts in sums.items()}
+    terminated = np.concatenate(terminations)
+    episodes, ended = len(recording.ends), int(terminated[recording.ends - 1].sum())
+    returns = recording.returns()
     found: dict[str, Any] = {
         "id": recording.id,
         "environment": env or recording.env or recording.untrusted_env,
         "transitions": len(recording),
-        "episodes": len(lengths),
+        "episodes": episodes,
         "obs_dim": recording.obs_dim,
         "action_dim": recording.action_dim,
-        "terminated episodes": int(np.concatenate(last_terminations).sum()),
-        "truncated episodes": len(lengths) - int(np.concatenate(last_terminations).sum()),
-        "terminations inside episodes": terminations - int(np.concatenate(last_terminations).sum()),
+        "terminated episodes": ended,
+        "truncated episodes": episodes - ended,
+        "terminations inside episodes": int(terminated.sum()) - ended,
         "last steps without a successor": int((~np.isnan(recording.dropped_final_rewards)).sum()),
-        "lengths": _quantiles(lengths),
+        "lengths": _quantiles(recording.lengths),
         "returns": _quantiles(returns),
         "duplicate transitions": _duplicates(hashes),
         "duplicate actions": _duplicates(action_hashes),
-        "action box": None if box is None else [np.broadcast_to(end, recording.action_dim).tolist() for end in box],
-        "transitions with actions outside their bounds": None if box is None else outside,
-        "transitions with actions at their bounds": None if box is None else saturated,
+        "action box": box and [end.tolist() for end in box],
+        "transitions with actions outside their bounds": outside if box else None,
+        "transitions with actions at their bounds": saturated if box else None,
         "transitions not finite": not_finite,
-        "columns": {name: column.facts() for name, column in columns.items()},
-        "constant obs columns": int((columns["obs"].low == columns["obs"].high).sum()),
+        "columns": columns,
+        "constant obs columns": sum(map(operator.eq, columns["obs"]["min"], columns["obs"]["max"])),
         "score": None,
         "TQ": None,
         "SACo": None,
@@ -146,6 +113,25 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
     if reference is not None:
         found["SACo"], found["SACo of"] = coverage(recording, reference), reference.id
     return found
+
+
+def _sums(values: Array) -> Array:
+    """Minimum, maximum, count, sum and sum of squares of the finite numbers of each column: [5, width]."""
+    values = values.reshape(len(values), -1).astype(np.float64)
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf).min(0), np.where(finite, values, -np.inf).max(0)
+    values = np.where(finite, values, 0.0)
+    return np.stack([low, high, finite.sum(0), values.sum(0), np.square(values).sum(0)])
+
+
+def _columns(sums: list[Array]) -> dict[str, list[float]]:
+    """Minimum, maximum, mean and standard deviation of each column, from the sums of all blocks."""
+    low, high, count, total, squares = np.stack(sums, axis=1)  # [blocks, width] each
+    count = np.maximum(count.sum(0), 1)
+    mean = total.sum(0) / count
+    deviation = np.sqrt(np.maximum(squares.sum(0) / count - np.square(mean), 0.0))
+    found = {"min": low.min(0), "max": high.max(0), "mean": mean, "std": deviation}
+    return {name: values.tolist() for name, values in found.items()}
 
 
 def _box(recording: RawDataset, env: str | None) -> tuple[Array, Array] | None:
@@ -165,27 +151,21 @@ def coverage(recording: RawDataset, reference: RawDataset) -> float:
 
     Raises InputError where their observations or actions have different widths.
     """
-    if _widths(recording) != _widths(reference):
+    if (recording.obs_dim, recording.action_dim) != (reference.obs_dim, reference.action_dim):
         raise InputError(
             f"{recording.id} and {reference.id} differ in their observations or actions: no common coverage"
         )
     count = min(len(recording), len(reference))
     low = np.min([part.min(0) for part in _pairs(reference, count)], axis=0)
     high = np.max([part.max(0) for part in _pairs(reference, count)], axis=0)
-    return _cells(recording, count, low, high) / _cells(reference, count, low, high)
-
-
-def _cells(recording: RawDataset, count: int, low: Array, high: Array) -> int:
     edges = np.linspace(low, high, EDGES)
-    return len(np.unique(np.concatenate([_hashes(_cell(part, edges)) for part in _pairs(recording, count)])))
+    return _cells(recording, count, edges) / _cells(reference, count, edges)
 
 
-def _cell(pairs: Array, edges: Array) -> NDArray[np.uint32]:
-    """How many of its dimension's edges each coordinate has reached, [n, dim]."""
-    cells = np.zeros(pairs.shape, np.uint32)
-    for edge in edges:
-        cells += pairs >= edge
-    return cells
+def _cells(recording: RawDataset, count: int, edges: Array) -> int:
+    """How many different cells the pairs are in: a cell is how many of its dimension's edges each number reaches."""
+    cells = [np.sum([pairs >= edge for edge in edges], axis=0) for pairs in _pairs(recording, count)]
+    return len(np.unique(np.concatenate([_hashes(cell) for cell in cells])))
 
 
 def _pairs(recording: RawDataset, count: int) -> Iterator[Array]:
@@ -198,24 +178,16 @@ def _pairs(recording: RawDataset, count: int) -> Iterator[Array]:
             return
 
 
-def _widths(recording: RawDataset) -> dict[str, int]:
-    return {"obs": recording.obs_dim, "actions": recording.action_dim, "rewards": 1}
+def _hashes(*parts: Array) -> NDArray[np.uint64]:
+    """Return a number for each row of parts [n, dim] or [n] of float32: [n].
 
-
-def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint64]:
-    """[n]: a number for each row of words [n, dim], its words' products with random odd numbers, added modulo 2⁶⁴.
-
-    Equal rows have equal numbers; unequal ones by chance, with a probability of 2⁻³² at most.
+    It is the sum modulo 2⁶⁴ of the products of a row's 32-bit words with random odd numbers. Equal rows have equal
+    numbers; unequal ones by chance, with a probability of 2⁻³² at most.
     """
-    factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
-    numbers: NDArray[np.uint64] = words.astype(np.uint64) @ factors
-    return numbers
-
-
-def _words(*parts: Array) -> NDArray[np.uint32]:
-    """The bits of the float32 numbers of parts [n, dim] or [n]: [n, words]."""
     rows = [np.asarray(part, np.float32).reshape(len(part), -1) for part in parts]
-    return np.concatenate(rows, axis=1).view(np.uint32)
+    words = np.concatenate(rows, axis=1).view(np.uint32).astype(np.uint64)
+    factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], np.uint64) * np.uint64(2) + np.uint64(1)
+    return np.asarray(words @ factors)
 
 
 def _duplicates(hashes: list[NDArray[np.uint64]]) -> int:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import checkpoint
+from common.acting import uniform_actions
 from common.errors import InputError
 from common.run import eval_policy
 from common.run_folder import CONFIG, has_checkpoint, read_config, state_path
@@ -46,6 +47,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "SiLU": F.silu,
     "GELU": F.gelu,
 }
+# The policy's layers in a Stable-Baselines3 file, in which they are in order: PPO's and A2C's; SAC's, TQC's; TD3's.
+LAYER = re.compile(r"(mlp_extractor\.policy_net\.\d+|action_net|actor\.latent_pi\.\d+|actor\.mu(?:\.\d+)?)\.weight")
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,17 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
     Raises InputError where the source is missing, damaged, of another kind, or does not fit the environment, and where
     the statistics of a VecNormalize are missing.
     """
-    obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
-    generator = torch.Generator().manual_seed(seed)
-    path = Path(source)
+    action_dim, generator, path = flatdim(env.action_space), torch.Generator().manual_seed(seed), Path(source)
     if source == "random":
-        act = lambda obs: (2.0 * torch.rand(len(obs), action_dim, generator=generator) - 1.0).numpy()  # noqa: E731
-        return Policy(act, {"kind": "random"})
+        return Policy(lambda obs: uniform_actions(len(obs), action_dim, generator), {"kind": "random"})
     if source == "waypoints":
-        if not isinstance(maze := _wrapped(env, PointMaze), PointMaze):
+        while isinstance(env, gym.Wrapper) and not isinstance(env, PointMaze):
+            env = env.env
+        if not isinstance(env, PointMaze):
             raise InputError(f"waypoints is for maze2d: give --env {environment_of('maze2d-umaze-v1')} or another")
-        return Policy(Waypoints(maze.rows, 0.0 if deterministic else NOISE, seed), {"kind": "waypoints"})
+        return Policy(Waypoints(env.rows, 0.0 if deterministic else NOISE, seed), {"kind": "waypoints"})
     if path.is_dir():
-        return _of_run(read_run(path), obs_dim, action_dim, seed, deterministic)
+        return _of_run(read_run(path), flatdim(env.observation_space), action_dim, seed, deterministic)
     if path.is_file():
         return _of_stable_baselines(path, env, generator, deterministic)
     raise InputError(
@@ -110,19 +112,10 @@ def read_run(folder: Path) -> RunFolder:
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")
     state = checkpoint.load(state_path(folder))
     config = read_config(folder, "is damaged, or was written by something else")
-    sha256 = {
-        str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in (folder / CONFIG, state_path(folder))
-    }
+    sha256 = {str(path.relative_to(folder)): _sha256(path) for path in (folder / CONFIG, state_path(folder))}
     facts = {"kind": "run", "name": folder.resolve().name, "sha256": sha256}
     facts |= {"algorithm": config["algo"], "step": state["logger"]["step"]}
     return RunFolder(folder, config["algo"], config["arguments"], state, facts)
-
-
-def _wrapped(env: gym.Env[Any, Any], kind: type) -> gym.Env[Any, Any] | None:
-    """The wrapper of this kind around the environment."""
-    while isinstance(env, gym.Wrapper) and not isinstance(env, kind):
-        env = env.env
-    return env
 
 
 def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, deterministic: bool) -> Policy:
@@ -155,22 +148,15 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
     said = data.get("policy_kwargs")
     said = said if isinstance(said, dict) else {}
     on_policy = "action_net.weight" in weights
-    log_std: Tensor | None
     try:
-        if on_policy:
-            hidden, mean, log_std = "mlp_extractor.policy_net.", "action_net", weights["log_std"]
-        elif any(key.startswith("actor.log_std") for key in weights):
-            mean = "actor.mu" if "actor.mu.weight" in weights else "actor.mu.0"  # gSDE clips the mean
-            hidden, log_std = "actor.latent_pi.", weights.get("actor.log_std")
-        else:
-            numbers = _numbers(weights, "actor.mu.")
-            hidden, mean, log_std = "actor.mu.", f"actor.mu.{numbers[-1]}", None
-        layers = [_layer(weights, f"{hidden}{n}") for n in _numbers(weights, hidden) if f"{hidden}{n}" != mean]
-        last = _layer(weights, mean)
+        names = [match[1] for key in weights if (match := LAYER.fullmatch(key))]
+        layers = [_layer(weights, name) for name in names]
         log_std_layer = _layer(weights, "actor.log_std") if "actor.log_std.weight" in weights else None
+        log_std = weights["log_std"] if on_policy else weights.get("actor.log_std")
         module = re.search(r"(\w+)\.policies$", str(data["policy_class"]["__module__"]))
-        algorithm = "ppo or a2c" if on_policy else module[1] if module else "unknown"
-    except (KeyError, IndexError, TypeError) as error:
+        if not layers:
+            raise KeyError("actor.mu")
+    except (KeyError, TypeError) as error:
         raise InputError(
             f"{path} is not a policy of SAC, TQC, TD3, DDPG, PPO or A2C in continuous actions: it has no {error}"
         ) from None
@@ -178,22 +164,23 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
         raise InputError(f"{path} is not a plain MLP: feature extractors, shared layers, squash_output are not read")
     activation = _activation(path, said, "Tanh" if on_policy else "ReLU")
     use_sde = bool(data.get("use_sde")) or (log_std is not None and log_std.ndim == 2)
-    clip_mean = float(said.get("clip_mean", 2.0)) if mean == "actor.mu.0" and use_sde else None
+    # gSDE's mean is followed by a clamp, so its layer is the first in an nn.Sequential.
+    clip_mean = float(said.get("clip_mean", 2.0)) if use_sde and names[-1] == "actor.mu.0" else None
     if not deterministic and use_sde:
         raise InputError(f"{path} explores by gSDE, which is not reproduced here: give --deterministic")
     if not deterministic and log_std is None and log_std_layer is None:
         raise InputError(f"{path} is a deterministic policy, stored without its noise: give --deterministic")
 
-    normalize, statistics = _vec_normalize(path, data, on_policy, [*layers, last][0][0].shape[-1])
+    normalize, statistics = _vec_normalize(path, data, on_policy, layers[0][0].shape[-1])
     box: Any = gym.make(_spec(env), disable_env_checker=True).action_space if on_policy else None
     to_unit = rescale_box(box, -np.ones_like(box.low), np.ones_like(box.low))[1] if on_policy else None
 
     @torch.no_grad()
     def act(obs: Array) -> Array:
         latent = torch.from_numpy(normalize(obs))
-        for layer in layers:
+        for layer in layers[:-1]:
             latent = activation(F.linear(latent, *layer))
-        actions = F.linear(latent, *last)
+        actions = F.linear(latent, *layers[-1])
         if clip_mean:
             actions = actions.clamp(-clip_mean, clip_mean)
         if not deterministic:
@@ -204,9 +191,10 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
         unit: Array = to_unit(actions.numpy().astype(box.dtype)) if to_unit else actions.tanh().numpy()
         return unit
 
-    _check_shapes(path, env, [*layers, last], act)
-    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": _sha256(path.read_bytes())} | statistics
-    return Policy(act, facts | {"algorithm": algorithm, "step": data.get("num_timesteps")})
+    _check_shapes(path, env, layers, act)
+    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": _sha256(path)} | statistics
+    facts["algorithm"] = "ppo or a2c" if on_policy else module[1] if module else "unknown"
+    return Policy(act, facts | {"step": data.get("num_timesteps")})
 
 
 def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -243,7 +231,7 @@ def _vec_normalize(
         return lambda obs: obs, {}
     try:
         with np.load(export, allow_pickle=False) as file:
-            facts = {"vec_normalize": _sha256(export.read_bytes())}
+            facts = {"vec_normalize": _sha256(export)}
             if "norm_obs" in file and not file["norm_obs"]:  # it normalised rewards alone
                 return lambda obs: obs, facts
             mean, var = (np.asarray(file[name], np.float64) for name in ("mean", "var"))
@@ -280,7 +268,7 @@ def _float_types(entry: Any) -> set[str]:
     """Return which of f4 and f8 an array's pickle names: its opcodes are listed and never executed."""
     try:
         opcodes = pickletools.genops(base64.b64decode(entry[":serialized:"]))
-        return {"f4", "f8"}.intersection(argument for _, argument, _ in opcodes if isinstance(argument, str))
+        return {argument for _, argument, _ in opcodes if argument in ("f4", "f8")}
     except (KeyError, TypeError, ValueError, OverflowError):
         return set()
 
@@ -300,11 +288,6 @@ def _refuse_without_statistics(path: Path, export: Path, was_normalized: bool | 
             f"warning: {path} does not show whether it was trained under VecNormalize: "
             f"if so, export its statistics to {export} (docs/data.md)\n"
         )
-
-
-def _numbers(weights: dict[str, Tensor], prefix: str) -> list[int]:
-    """Where the layers stand in the nn.Sequential called `prefix`."""
-    return sorted({int(m[1]) for key in weights if (m := re.fullmatch(rf"{re.escape(prefix)}(\d+)\.weight", key))})
 
 
 def _layer(weights: dict[str, Tensor], name: str) -> Layer:
@@ -340,5 +323,5 @@ def _spec(env: gym.Env[Any, Any]) -> gym.envs.registration.EnvSpec:
     return spec
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -29,7 +29,7 @@ from common.errors import InputError, RunError
 from common.evaluate import evaluate
 from common.seeding import seeds
 from envs.make import make
-from tools.policies import RunFolder, load_policy, read_run
+from tools.policies import load_policy, read_run
 
 PROBE = """
 import mujoco
@@ -75,7 +75,9 @@ def watch(args: Args) -> None:
     """
     torch.set_num_threads(1)
     run = read_run(args.run)
-    env_id = _environment(args, run)
+    env_id = str(args.env or run.arguments.get("env") or "")
+    if not env_id:
+        raise InputError(f"{args.run} does not name its environment, which its dataset brought: give --env")
     env = make(env_id, render_mode=None if args.play else "rgb_array")
     if args.play and not _is_mujoco(env):
         env = make(env_id, render_mode="human")
@@ -92,13 +94,6 @@ def watch(args: Args) -> None:
             sys.stdout.write(f"episode {i}: return {episode.return_:.1f}, length {episode.length}{solved}\n")
     if not args.play:
         sys.stdout.write(f"written to {output}\n")
-
-
-def _environment(args: Args, run: RunFolder) -> str:
-    env_id = args.env or run.arguments.get("env")
-    if not env_id:
-        raise InputError(f"{args.run} does not name its environment, which its dataset brought: give --env")
-    return str(env_id)
 
 
 class Shown(gym.Wrapper[Any, Any, Any, Any]):
@@ -177,11 +172,8 @@ def choose_renderer() -> None:
     """
     given = os.environ.get("MUJOCO_GL")
     for name in [given] if given else ["egl", "osmesa", "glfw"]:
-        tried = [sys.executable, "-c", PROBE.format(name)]
-        if (
-            subprocess.run(tried, env=os.environ | {"MUJOCO_GL": name}, capture_output=True, check=False).returncode
-            == 0
-        ):
+        probe, environment = [sys.executable, "-c", PROBE.format(name)], os.environ | {"MUJOCO_GL": name}
+        if subprocess.run(probe, env=environment, capture_output=True, check=False).returncode == 0:
             os.environ["MUJOCO_GL"] = name
             return
     raise InputError(

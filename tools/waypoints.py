@@ -24,6 +24,7 @@ class Waypoints:
     def __init__(self, rows: list[str], noise: float, seed: int) -> None:
         """`rows` of the maze, # for walls, as in `envs.d4rl.WALLS`."""
         self.cells = [(i, j) for i, row in enumerate(rows) for j, cell in enumerate(row) if cell == "."]
+        self.middles = _middle(self.cells)
         self.following = {goal: self._towards(goal) for goal in self.cells}
         self.noise, self.random, self.goals = noise, np.random.default_rng(seed), list[Cell]()
 
@@ -41,7 +42,7 @@ class Waypoints:
         """Where environment i goes now: the middle of the next cell on its path."""
         if np.linalg.norm(_middle(self.goals[i]) - position) < ARRIVED:
             self.goals[i] = self._draw()
-        near = min(self.cells, key=lambda cell: float(np.square(_middle(cell) - position).sum()))
+        near = self.cells[np.square(self.middles - position).sum(1).argmin()]
         return _middle(self.following[self.goals[i]][near])
 
     def _draw(self) -> Cell:
@@ -59,6 +60,6 @@ class Waypoints:
         return found
 
 
-def _middle(cell: Cell) -> Array:
-    """In D4RL's coordinates, whose zero is not a corner of the maze (see `envs.d4rl.PointMaze`)."""
-    return np.array(cell) - 0.2
+def _middle(cells: Cell | list[Cell]) -> Array:
+    """[2] or [n, 2], in D4RL's coordinates, whose zero is not a corner of the maze (see `envs.d4rl.PointMaze`)."""
+    return np.array(cells) - 0.2
