@@ -139,11 +139,14 @@ def _layout(path: Path, shape: tuple[int, int, int] | None = None) -> Iterator["
     """
     try:
         with opened(path) as file:
-            layout = _Layout(path, file)
+            try:
+                layout = _Layout(path, file)
+            except (TypeError, AttributeError) as error:  # of a key that is not an array
+                raise unreadable(path, error) from None
             if shape not in (None, layout.shape):
                 raise InputError(f"{path} was changed while it was read: run the same command again")
             yield layout
-    except (*BAD_FILE, TypeError, AttributeError) as error:
+    except BAD_FILE as error:
         raise unreadable(path, error) from None
 
 
