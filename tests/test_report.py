@@ -90,8 +90,8 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
 def test_each_other_peer_has_a_table_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: dict[str, float], shown: str
 ):
-    rounds = [[Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in ({"ours": 30, "d3rlpy": 20} | floor).items()]
-              for i in (1, 2, 3)]  # fmt: skip
+    rounds = [Slice(i, name, n * i, float(i), 2.0, 0.0)
+              for name, n in ({"ours": 30, "d3rlpy": 20} | floor).items() for i in (1, 2, 3)]  # fmt: skip
     write_rounds(tmp_path / "speed" / "a.csv", {"algorithm": "cql on D"}, rounds)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.speed_beside("d3rlpy").markdown().splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]

@@ -261,7 +261,7 @@ def test_alternation_finds_the_ratio_and_stops_the_stopped() -> None:
         before = [contender.steps() for contender in contenders]
         time.sleep(0.3)
         assert [contender.steps() for contender in contenders] == before
-        rounds = list(alternate(contenders, rounds=4, slice_seconds=0.5))
+        rounds = list(alternate({c.name: [c] for c in contenders}, rounds=4, seconds=0.5))
         after = [contender.steps() for contender in contenders]
     by_name = {name: [s for r in rounds for s in r if s.contender == name] for name in ("fast", "slow")}
     # No step is lost between the slices, and none is made outside of them.
@@ -321,7 +321,8 @@ def test_a_contender_is_not_warm_before_it_learns() -> None:
     with contest() as (contenders, folder):
         metrics = folder / "metrics.csv"
         command = [sys.executable, "-c", TICK, "0.001"]
-        contenders.append(Contender("ours", command, ENV, folder, 4, learns=lambda: has_losses(metrics)))
+        contenders.append(Contender("ours", command, ENV, folder, 4))
+        contenders[0].learns = lambda: has_losses(metrics)
         with pytest.raises(ContenderError, match="does not learn yet"):
             contenders[0].warm_up(2)
         metrics.write_text("step,name,value\n3000,losses/critic,1.0\n")
@@ -376,14 +377,14 @@ def test_the_fastest_way_to_a_product_is_chosen() -> None:
 
 def test_report_and_csv(tmp_path: Path) -> None:
     rates = {"ours": 200, "sb3": 100, "floor": 400}
-    rounds = [[Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in rates.items()] for i in (1, 2, 3)]
+    rounds = [Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in rates.items() for i in (1, 2, 3)]
     text = report(rounds, [3.0, 5.0, 100.0])
     assert "ours / sb3: 2.00 (2.00-2.00)" in text
     assert "floor: 2.50 (2.50-2.50) ms" in text
     assert "ours / floor: 2.00" in text
     assert "our update alone: 5.00 ms, 2.00 floors" in text
     assert "NOT TO BE CITED" not in text
-    disturbed = report([[Slice(1, name, n, 1.0, 2.0, 0.5) for name, n in rates.items()]], [])
+    disturbed = report([Slice(1, name, n, 1.0, 2.0, 0.5) for name, n in rates.items()], [])
     assert "n/a" in disturbed
     assert "NOT TO BE CITED: other work took 0.50 cores" in disturbed
     write_rounds(tmp_path / "a" / "rounds.csv", {"processor": "p"}, rounds)
@@ -391,7 +392,7 @@ def test_report_and_csv(tmp_path: Path) -> None:
     assert lines[:3] == ["#", "processor:", "p"]
     assert len(lines) == 4 + 9
     facts, read = read_rounds(tmp_path / "a" / "rounds.csv")
-    assert (facts, read["sb3"]) == ({"processor": "p"}, [100.0] * 3)
+    assert (facts, read["sb3"].tolist()) == ({"processor": "p"}, [100.0] * 3)
 
 
 def test_only_updates_within_the_rounds_are_read(tmp_path: Path) -> None:
