@@ -85,6 +85,9 @@ def test_probability_of_improvement_is_over_all_pairs_of_a_task():
     assert estimate(improvement, [*theirs, *ours]).value == pytest.approx(1 - brute)
     same = [[1.0, 2.0, 3.0]]
     assert estimate(improvement, [*same, *same]).value == pytest.approx(0.5)
+    assert improvement(*(np.array(seeds)[:, None] for seeds in [ours[0], theirs[0]])) == pytest.approx(
+        metrics.probability_of_improvement(np.array(ours[0])[:, None], np.array(theirs[0])[:, None])
+    )
     found = estimate(improvement, [[0.0, 0.0, 0.0, 1.0], [0.5] * 4])  # K / 4, K as above
     assert found == pytest.approx((0.25, 0.0, 0.75))
 

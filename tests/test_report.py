@@ -61,9 +61,9 @@ def test_only_steps_that_all_seeds_have_are_put_together():
 
 def test_spread_counts_the_seeds_that_got_there():
     seeds = {"1": {0: 0.0, 10: 10.0}, "2": {0: 0.0, 10: 20.0, 20: 7.0}}
-    assert aggregates.spread(seeds, 10) == "15 ± 7 (2)"
-    assert aggregates.spread(seeds, 20) == "7 (1)"
-    assert aggregates.spread(seeds, 30) == "not run"
+    assert aggregates.spread_at(seeds, 10) == "15 ± 7 (2)"
+    assert aggregates.spread_at(seeds, 20) == "7 (1)"
+    assert aggregates.spread_at(seeds, 30) == "not run"
 
 
 def test_interquartile_mean_needs_four_seeds_that_got_there():
