@@ -14,6 +14,7 @@ from conftest import ROOT
 from bench.report import aggregates, curves, offline_report, report
 from bench.report.archive_run import Args, keep, kept_runs, main, time_taken
 from bench.speed.interleaved_timing import Slice, write_rounds
+from common.command_line import command_line
 from common.errors import InputError
 
 
@@ -24,25 +25,29 @@ def test_pages_are_what_results_say(page):
     assert report.with_tables(text, report.TABLES[page]) == text
 
 
-def test_keep_without_arguments_prints_its_usage():
-    """What is missing, an example, and for a folder that is no run what a run has."""
-    for arguments, named in (
-        (
-            [],
-            (
-                "archive_run.py: give RUN (A run folder",
-                ") and KEPT (The folder",
-                "\nfor example: python bench/report/archive_run.py runs/",
-                "--help",
-            ),
-        ),
-        (["nowhere", "kept"], ("nowhere has no config.json: give a run folder",)),
+def test_archive_run_without_arguments_prints_its_usage():
+    """What is missing, and an example."""
+    line = [sys.executable, str(ROOT / "bench" / "report" / "archive_run.py")]
+    result = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) <= 2
+    for said in (
+        "archive_run.py: give RUN (A run folder",
+        ") and KEPT (The folder",
+        "\nfor example: python bench/report/archive_run.py runs/",
+        "--help",
     ):
-        line = [sys.executable, str(ROOT / "bench" / "report" / "archive_run.py"), *arguments]
-        result = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert result.returncode == 2
-        assert len(result.stderr.splitlines()) <= 2
-        assert all(each in result.stderr for each in named), result.stderr
+        assert said in result.stderr
+
+
+def test_archive_run_refuses_what_is_no_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """For a folder that is no run it says what a run has."""
+    monkeypatch.setattr(sys, "argv", ["archive_run.py", "nowhere", "kept"])
+    with pytest.raises(SystemExit, match="2"):
+        command_line(main, Args)
+    assert capsys.readouterr().err == (
+        "archive_run.py: nowhere has no config.json: give a run folder, then the folder to keep it in\n"
+    )
 
 
 def test_interpolation():

@@ -39,8 +39,10 @@ from bench.speed.step_counter import COUNTER_FILE, counted, read_steps
 from bench.speed.wsrl_loop import Loop
 from bench.sweep import packing
 from common.cuda import GPU_SHARE_ENV
+from common.logger import Logger
 from common.provenance import commit
 from common.replay_buffer import Batch
+from common.timings import Timings
 from offline.offline_to_online import with_presets
 
 ROOT = Path(__file__).parents[1]
@@ -217,18 +219,22 @@ def test_without_git_a_run_knows_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(("first", "last"), [(100, 200), (1_000, 1_050), (1_000, 200)])
-def test_where_the_time_goes_is_told_of_the_steps_asked_for(first: int, last: int) -> None:
+def test_where_the_time_goes_is_told_of_the_steps_asked_for(
+    first: int, last: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also where the run itself logs its times, and begins them anew, as they begin."""
-    line = [sys.executable, "bench/speed/step_time.py", str(first), "40", "algos/sac.py"]
-    line += flags(total_steps=last, checkpoint_every=10_000)
-    env = {**ENV, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert ("steps/s while looked at" if last > first else "ended before it could be looked at") in done.stdout
+    for owner, name in ((Logger, "advance"), (Timings, "__call__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that they are put back
+    words = [str(first), "40", str(ROOT / "algos" / "sac.py"), *flags(total_steps=last, checkpoint_every=10_000)]
+    monkeypatch.setattr(sys, "argv", ["step_time.py", *words])
+    step_time.main()
+    said = capsys.readouterr().out
+    assert ("steps/s while looked at" if last > first else "ended before it could be looked at") in said
     if last > first:
-        assert {word for word in ("act", "env_step", "update") if f"µs {word} (median)" in done.stdout} == {
+        assert {word for word in ("act", "env_step", "update") if f"µs {word} (median)" in said} == {
             "act", "env_step", "update"
         }  # fmt: skip
-        assert len(done.stdout.split("operations, of which\n")[1].splitlines()) == 10
+        assert len(said.split("operations, of which\n")[1].splitlines()) == 10
 
 
 def test_time_is_divided_by_the_steps_that_were_made(tmp_path: Path) -> None:
@@ -323,8 +329,10 @@ def test_a_contender_is_not_warm_before_it_learns() -> None:
         command = [sys.executable, "-c", TICK, "0.001"]
         contenders.append(Contender("ours", command, ENV, folder, 4))
         contenders[0].learns = lambda: has_losses(metrics)
+        while contenders[0].steps() < 4:
+            time.sleep(0.01)
         with pytest.raises(ContenderError, match="does not learn yet"):
-            contenders[0].warm_up(2)
+            contenders[0].warm_up(0.2)
         metrics.write_text("step,name,value\n3000,losses/critic,1.0\n")
         contenders[0].warm_up(10)
 
