@@ -5,7 +5,7 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from rliable import metrics
+from rliable import library, metrics
 
 from bench.report import intervals
 from bench.report.intervals import estimate, improvement, interquartile_mean, mean_difference, profile
@@ -76,6 +76,7 @@ def test_profile_is_the_share_above_each_threshold():
     tasks = [random.normal(size=n) for n in (2, 5, 3)]
     brute = [sum(score > tau for task in tasks for score in task) / 10 for tau in thresholds]
     assert estimate(profile(thresholds), tasks).value == pytest.approx(brute)
+    assert library.score_distributions(np.concatenate(tasks)[:, None], thresholds) == pytest.approx(brute)
 
 
 def test_probability_of_improvement_is_over_all_pairs_of_a_task():
@@ -85,6 +86,8 @@ def test_probability_of_improvement_is_over_all_pairs_of_a_task():
     assert estimate(improvement, [*theirs, *ours]).value == pytest.approx(1 - brute)
     same = [[1.0, 2.0, 3.0]]
     assert estimate(improvement, [*same, *same]).value == pytest.approx(0.5)
+    one, other = (np.array(tasks[0])[:, None] for tasks in (ours, theirs))
+    assert improvement(one, other) == pytest.approx(metrics.probability_of_improvement(one, other))
     found = estimate(improvement, [[0.0, 0.0, 0.0, 1.0], [0.5] * 4])  # K / 4, K as above
     assert found == pytest.approx((0.25, 0.0, 0.75))
 

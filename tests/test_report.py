@@ -14,6 +14,7 @@ from conftest import ROOT
 from bench.report import aggregates, curves, offline_report, report
 from bench.report.archive_run import Args, keep, kept_runs, main, time_taken
 from bench.speed.interleaved_timing import Slice, write_rounds
+from common.command_line import command_line
 from common.errors import InputError
 
 
@@ -24,25 +25,29 @@ def test_pages_are_what_results_say(page):
     assert report.with_tables(text, report.TABLES[page]) == text
 
 
-def test_keep_without_arguments_prints_its_usage():
-    """What is missing, an example, and for a folder that is no run what a run has."""
-    for arguments, named in (
-        (
-            [],
-            (
-                "archive_run.py: give RUN (A run folder",
-                ") and KEPT (The folder",
-                "\nfor example: python bench/report/archive_run.py runs/",
-                "--help",
-            ),
-        ),
-        (["nowhere", "kept"], ("nowhere has no config.json: give a run folder",)),
+def test_archive_run_without_arguments_prints_its_usage():
+    """What is missing, and an example."""
+    line = [sys.executable, str(ROOT / "bench" / "report" / "archive_run.py")]
+    result = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) <= 2
+    for said in (
+        "archive_run.py: give RUN (A run folder",
+        ") and KEPT (The folder",
+        "\nfor example: python bench/report/archive_run.py runs/",
+        "--help",
     ):
-        line = [sys.executable, str(ROOT / "bench" / "report" / "archive_run.py"), *arguments]
-        result = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert result.returncode == 2
-        assert len(result.stderr.splitlines()) <= 2
-        assert all(each in result.stderr for each in named), result.stderr
+        assert said in result.stderr
+
+
+def test_archive_run_refuses_what_is_no_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """For a folder that is no run it says what a run has."""
+    monkeypatch.setattr(sys, "argv", ["archive_run.py", "nowhere", "kept"])
+    with pytest.raises(SystemExit, match="2"):
+        command_line(main, Args)
+    assert capsys.readouterr().err == (
+        "archive_run.py: nowhere has no config.json: give a run folder, then the folder to keep it in\n"
+    )
 
 
 def test_interpolation():
@@ -61,9 +66,9 @@ def test_only_steps_that_all_seeds_have_are_put_together():
 
 def test_spread_counts_the_seeds_that_got_there():
     seeds = {"1": {0: 0.0, 10: 10.0}, "2": {0: 0.0, 10: 20.0, 20: 7.0}}
-    assert aggregates.spread(seeds, 10) == "15 ± 7 (2)"
-    assert aggregates.spread(seeds, 20) == "7 (1)"
-    assert aggregates.spread(seeds, 30) == "not run"
+    assert aggregates.spread_at(seeds, 10) == "15 ± 7 (2)"
+    assert aggregates.spread_at(seeds, 20) == "7 (1)"
+    assert aggregates.spread_at(seeds, 30) == "not run"
 
 
 def test_interquartile_mean_needs_four_seeds_that_got_there():
@@ -90,8 +95,8 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
 def test_each_other_peer_has_a_table_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: dict[str, float], shown: str
 ):
-    rounds = [[Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in ({"ours": 30, "d3rlpy": 20} | floor).items()]
-              for i in (1, 2, 3)]  # fmt: skip
+    rounds = [Slice(i, name, n * i, float(i), 2.0, 0.0)
+              for name, n in ({"ours": 30, "d3rlpy": 20} | floor).items() for i in (1, 2, 3)]  # fmt: skip
     write_rounds(tmp_path / "speed" / "a.csv", {"algorithm": "cql on D"}, rounds)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.speed_beside("d3rlpy").markdown().splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, final_state, same
+from conftest import ROOT, final_state, module, same
 
 from bench.sweep import sweep
 from bench.sweep.mps import shared_card
@@ -24,6 +24,7 @@ from bench.sweep.suite import SUITES, jobs, read_suite
 from bench.sweep.sweep import Args, Sweep, fill, finish, is_done, refuse_other_versions
 from bench.sweep.sweep_task import Job, Outcome
 from bench.sweep.sweep_task import run as run_job
+from common.command_line import parse
 from common.errors import InputError
 
 RUN = """
@@ -133,7 +134,8 @@ class TestSuites:
 
     @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
     def test_our_own_suites_are_right(self, path: Path):
-        assert len(commands(path.stem)) == len(set(commands(path.stem))) > 0
+        found = commands(path.stem)
+        assert len(found) == len(set(found)) > 0
 
     def test_dry_run_prints_commands_that_a_shell_runs_and_starts_nothing(self, suite, tmp_path: Path, capsys):
         sweep.train(Args(suite(RUN.format(steps=100, seeds=1)), tmp_path / "runs", dry_run=True))
@@ -413,6 +415,22 @@ def assert_same(sweep: Path, undisturbed: Path) -> None:
         assert same(final_state(sweep / run), final_state(undisturbed / run))
 
 
+def train_without_sweep(path: str, folder: Path) -> Path:
+    """Train every run of a suite in this process, one after another, on the CPU as the sweep does."""
+    arguments = module("sac").Args
+    for job in jobs(*read_suite(path), folder):
+        module("sac").train(parse(arguments, [*job.argv[2:], "--device", "cpu"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four runs of 4,000 steps that nothing killed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "mine.toml").write_text(RUN.format(steps=4000, seeds=4))
+    return train_without_sweep(str(folder / "mine.toml"), folder)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a killed worker's run ends by Linux's means")
 class TestSweeps:
     """Real ones, on Ray."""
@@ -456,10 +474,10 @@ class TestSweeps:
         assert_same(tmp_path / "runs/mine/sac", tmp_path / "by-hand/mine/sac")
 
     def test_a_suite_with_more_steps_goes_on_to_them(self, start, suite, tmp_path: Path):
-        for steps, folder in ((500, "runs"), (800, "runs"), (800, "from-the-start")):
+        for steps in (500, 800):
             path = suite(RUN.format(steps=steps, seeds=1))
-            assert start(path, tmp_path / folder, "--cpus", "1").wait(timeout=300) == 0
-        assert_same(tmp_path / "runs", tmp_path / "from-the-start")
+            assert start(path, tmp_path / "runs", "--cpus", "1").wait(timeout=300) == 0
+        assert_same(tmp_path / "runs", train_without_sweep(path, tmp_path / "from-the-start"))
         assert "goes on from step 500" in (tmp_path / "runs/mine/sac/Pendulum-v1/1.log").read_text()
 
     def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, suite, tmp_path: Path):
@@ -476,9 +494,10 @@ class TestSweeps:
         for log in (tmp_path / "runs/mine/sac/Pendulum-v1").glob("*.log"):
             assert "the same command goes on from there" in log.read_text()
 
-    def test_kills_of_a_run_a_worker_and_the_driver_change_nothing(self, start, suite, tmp_path: Path):
+    def test_kills_of_a_run_a_worker_and_the_driver_change_nothing(
+        self, start, suite, undisturbed: Path, tmp_path: Path
+    ):
         path = suite(RUN.format(steps=4000, seeds=4))
-        assert start(path, tmp_path / "undisturbed", "--cpus", "2").wait(timeout=300) == 0
         folder = tmp_path / "runs"
         process = start(path, folder, "--cpus", "2")
         wait_for(lambda: checkpoints(folder))
@@ -498,9 +517,9 @@ class TestSweeps:
         assert process.wait() == -signal.SIGKILL
         assert not (folder / "mine/sac/Pendulum-v1/4/DONE").exists(), "over too soon: make the runs longer"
         assert start(path, folder, "--cpus", "2").wait(timeout=300) == 0
-        assert_same(folder, tmp_path / "undisturbed")
+        assert_same(folder, undisturbed)
 
-    def test_a_cluster_shares_the_runs_and_outlives_a_node(self, start, suite, tmp_path: Path):
+    def test_a_cluster_shares_the_runs_and_outlives_a_node(self, start, suite, undisturbed: Path, tmp_path: Path):
         """Two nodes with a CPU each. One is killed in the middle of a run; the other finishes all."""
         path = suite(RUN.format(steps=4000, seeds=4))
         temporary = tempfile.mkdtemp(prefix="ray-")  # a socket's path may not be long
@@ -532,8 +551,7 @@ class TestSweeps:
                 node.kill()
                 node.wait()
             shutil.rmtree(temporary, ignore_errors=True)
-        assert start(path, tmp_path / "undisturbed", "--cpus", "2").wait(timeout=300) == 0
-        assert_same(folder, tmp_path / "undisturbed")
+        assert_same(folder, undisturbed)
 
 
 def free_port() -> int:

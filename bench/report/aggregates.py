@@ -4,7 +4,6 @@ Returns of online runs are divided by the return that was published of the same 
 a million steps: 1 is the published result. Datasets have their normalised scores.
 """
 
-import statistics
 from collections import defaultdict
 from itertools import combinations
 
@@ -20,7 +19,7 @@ from bench.report.intervals import (
     interquartile_mean,
     profile,
 )
-from bench.report.tables import Table
+from bench.report.tables import Table, spread
 
 STEPS = (100_000, 300_000, 1_000_000)
 Runs = dict[str, dict[str, list[float]]]  # algorithm to environment or dataset to each seed's score
@@ -97,13 +96,10 @@ def profiles(runs: dict[str, dict[str, list[float]]]) -> tuple[Values, dict[str,
     return thresholds, {name: estimate(profile(thresholds), list(tasks.values())) for name, tasks in runs.items()}
 
 
-def spread(seeds: dict[str, Curve], step: int) -> str:
+def spread_at(seeds: dict[str, Curve], step: int) -> str:
     """Mean ± standard deviation over the seeds that got there, and how many those are."""
     found = there(seeds, step)
-    if not found:
-        return "not run"
-    deviation = f" ± {statistics.stdev(found.values()):,.0f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found.values()):,.0f}{deviation} ({number_of(found)})"
+    return spread(found.values(), 0, number_of(found))
 
 
 def interquartile(seeds: dict[str, Curve], step: int) -> str:
@@ -118,7 +114,7 @@ def learning_table() -> Table:
     theirs = published()
     for (algo, env), seeds in online().items():
         for step in STEPS:
-            row = spread(seeds, step), interquartile(seeds, step), spread(theirs[algo, env], step)
+            row = spread_at(seeds, step), interquartile(seeds, step), spread_at(theirs[algo, env], step)
             table.rows.append([f"{algo.upper()}, {env}", f"{step:,}", *row])
     return table
 
@@ -135,7 +131,9 @@ def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...]) ->
         found = {env: [list(there(seeds, step).values()) for seeds in pair] for env, pair in pairs.items()}
         found = {env: values for env, values in found.items() if all(values)}
         for env, values in found.items():
-            theirs, ours = (f"{spread(seeds, step)}; {interquartile(seeds, step)}".strip("; ") for seeds in pairs[env])
+            theirs, ours = (
+                f"{spread_at(seeds, step)}; {interquartile(seeds, step)}".strip("; ") for seeds in pairs[env]
+            )
             table.rows.append([env, f"{step:,}", ours, theirs, estimate(improvement, values).text(2)])
         if len(found) > 1:
             overall = estimate(improvement, [values[i] for i in (0, 1) for values in found.values()])

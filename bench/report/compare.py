@@ -226,7 +226,7 @@ def _decision(pair: Pair, comparison: Comparison) -> str:
 def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
     """What a suite says, and how its runs are made."""
     suite, entries = read_suite(name)
-    seeds = list(range(1, args.seeds * args.interims + 1))
+    seeds = tuple(range(1, args.seeds * args.interims + 1))
     found = jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
     by_run = {(job.folder.parts[-3], job.folder.parts[-2], job.seed): job for job in found}
     there = list(dict.fromkeys((name, task) for name, task, _ in by_run))

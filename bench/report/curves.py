@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.report.archive_run import kept_runs
+from bench.report.archive_run import Kept, kept_runs
 from offline.scores import normalized, reference
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -31,12 +31,18 @@ def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float])
     return {step: statistics.mean(values) for step, values in episodes.items()}
 
 
-def online(folder: str = "") -> Curves:
-    """Return the returns of what learned online alone: results/<folder>/<algorithm>/<environment>/<seed>."""
+def curves_of(folder: str, curve_of: Callable[[Kept], Curve | None]) -> Curves:
+    """The curve of every run in results/<folder>/<algorithm>/<environment or dataset>/<seed> that has one."""
     curves: Curves = defaultdict(dict)
     for run in kept_runs(RESULTS / folder):
-        curves[run.algo, run.task][run.seed] = means(run.rows, lambda row: float(row["return"]))
+        if (curve := curve_of(run)) is not None:
+            curves[run.algo, run.task][run.seed] = curve
     return curves
+
+
+def online(folder: str = "") -> Curves:
+    """The returns of what learned online alone."""
+    return curves_of(folder, lambda run: means(run.rows, lambda row: float(row["return"])))
 
 
 def published() -> Curves:
@@ -49,33 +55,46 @@ def published() -> Curves:
 
 
 def scores(folder: str) -> Curves:
-    """Of results/<folder>: normalised scores (`offline.scores`), the run's own where its environment came with the
-    dataset; or where episodes are solved or not, how many per cent of them are.
+    """Of results/<folder>: scores, as `score_curve` has them."""
+    return curves_of(folder, score_curve)
+
+
+def score_curve(run: Kept) -> Curve:
+    """Normalised scores (`offline.scores`), the run's own where its environment came with the dataset; or where
+    episodes are solved or not, how many per cent of them are.
     """
-    found: Curves = defaultdict(dict)
-    for run in kept_runs(RESULTS / folder):
-        between = reference(run.config["arguments"]["env"])
-        where = f"{folder}/{run.algo}/{run.task}/{run.seed}"
+    between = reference(run.config["arguments"]["env"])
 
-        def score(row: dict[str, str], between: tuple[float, float] | None = between, where: str = where) -> float:
-            if between is not None:
-                return float(normalized(float(row["return"]), between))
-            if row["normalized_score"]:
-                return float(row["normalized_score"])
-            assert row["success"], f"{where}: neither success, nor a return that anyone published a scale for"
-            return 100.0 * float(row["success"])
+    def score(row: dict[str, str]) -> float:
+        if between is not None:
+            return float(normalized(float(row["return"]), between))
+        if row["normalized_score"]:
+            return float(row["normalized_score"])
+        where = f"{run.algo}/{run.task}/{run.seed}"
+        assert row["success"], f"{where}: neither success, nor a return that anyone published a scale for"
+        return 100.0 * float(row["success"])
 
-        found[run.algo, run.task][run.seed] = means(run.rows, score)
-    return found
+    return means(run.rows, score)
 
 
 def successes(folder: str) -> Curves:
     """Of results/<folder>: how many per cent of an evaluation's episodes succeed at some step, where that is known."""
-    found: Curves = defaultdict(dict)
-    for run in kept_runs(RESULTS / folder):
-        if all(row["success"] for row in run.rows):
-            found[run.algo, run.task][run.seed] = means(run.rows, lambda row: 100.0 * float(row["success"]))
-    return found
+
+    def per_cent(run: Kept) -> Curve | None:
+        is_known = all(row["success"] for row in run.rows)
+        return means(run.rows, lambda row: 100.0 * float(row["success"])) if is_known else None
+
+    return curves_of(folder, per_cent)
+
+
+def by_updates() -> Curves:
+    """The scores of results/offline, their steps counted from the first update."""
+
+    def shifted(run: Kept) -> Curve:
+        total = run.config["arguments"]["offline_steps"]
+        return {total + step: score for step, score in score_curve(run).items()}
+
+    return curves_of("offline", shifted)
 
 
 def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
@@ -87,16 +106,6 @@ def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
         steps = [int(row["step"]) for row in run.rows]
         if time := run.config.get("time"):
             found[run.algo, run.task].append(time["seconds"] / 60 / (max(steps) - min(steps)))
-    return found
-
-
-def by_updates() -> Curves:
-    """The curves of results/offline, their steps counted from the first update."""
-    found = scores("offline")
-    for run in kept_runs(RESULTS / "offline"):
-        total = run.config["arguments"]["offline_steps"]
-        seeds = found[run.algo, run.task]
-        seeds[run.seed] = {total + step: score for step, score in seeds[run.seed].items()}
     return found
 
 

@@ -32,24 +32,31 @@ class Line(NamedTuple):
     colour: str
     style: str = "-"
 
+    @property
+    def look(self) -> dict[str, Any]:
+        """The same for Matplotlib."""
+        return {"color": self.colour, "linestyle": self.style}
+
 
 def draw_curves(axes: Axes, line: Line, seeds: dict[str, Curve], last: int | None = None) -> None:
     """The interquartile mean of four seeds or more, and its interval; of fewer a line for each; up to step `last`."""
     steps, values = aligned(seeds, last)
-    style: dict[str, Any] = {"color": line.colour, "linestyle": line.style}
     if len(values) >= MIN_SEEDS_FOR_CI:
         found = estimate(interquartile_mean, [values])
-        axes.plot(steps, found.value, linewidth=1.6, label=f"{line.name}, {len(values)} seeds", **style)
-        if found.low is not None and found.high is not None:
-            axes.fill_between(steps, found.low, found.high, color=line.colour, alpha=0.2, linewidth=0)
+        axes.plot(steps, found.value, linewidth=1.6, label=f"{line.name}, {len(values)} seeds", **line.look)
+        draw_interval(axes, line, steps, found)
         return
-    how = (
-        f"mean of {number_of(seeds)}"
-        if number_of(seeds) > len(seeds)
-        else f"seed{'s' * (len(seeds) > 1)} {', '.join(sorted(seeds))}"
-    )
+    how = f"seed{'s' * (len(seeds) > 1)} {', '.join(sorted(seeds))}"
+    if number_of(seeds) > len(seeds):
+        how = f"mean of {number_of(seeds)}"
     for i, curve in enumerate(values):
-        axes.plot(steps, curve, linewidth=1.2, label="" if i else f"{line.name}, {how}", **style)
+        axes.plot(steps, curve, linewidth=1.2, label="" if i else f"{line.name}, {how}", **line.look)
+
+
+def draw_interval(axes: Axes, line: Line, x: Sequence[float] | Values, found: Estimate, **how: Any) -> None:
+    """The band between the ends of an interval, where there is one."""
+    if found.low is not None and found.high is not None:
+        axes.fill_between(x, found.low, found.high, color=line.colour, alpha=0.2, linewidth=0, **how)
 
 
 def learning_figure(
@@ -80,17 +87,8 @@ def profile_figure(title: str, label: str, thresholds: Values, profiles: dict[Li
     """The share of runs above each score."""
     figure, axes = _figure(title, label, "share of runs above it", SIZE)
     for line, found in profiles.items():
-        axes.step(
-            thresholds,
-            found.value,
-            where="post",
-            color=line.colour,
-            linestyle=line.style,
-            linewidth=1.6,
-            label=line.name,
-        )
-        if found.low is not None and found.high is not None:
-            axes.fill_between(thresholds, found.low, found.high, color=line.colour, alpha=0.2, linewidth=0, step="post")
+        axes.step(thresholds, found.value, where="post", linewidth=1.6, label=line.name, **line.look)
+        draw_interval(axes, line, thresholds, found, step="post")
     axes.set_ylim(-0.02, 1.02)
     return _with_legend(figure)
 

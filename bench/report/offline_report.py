@@ -8,22 +8,12 @@ from collections.abc import Callable
 
 from bench.report.curves import Curve, Curves, behaviour, by_updates, minutes_per_step, scores
 from bench.report.intervals import estimate, interquartile_mean, mean_difference
-from bench.report.tables import Table
+from bench.report.tables import Table, spread
 from bench.sweep.suite import PEER, PEERS, labels
 
 ALGORITHMS = labels("offline-own")
 UPDATES = (20_000, 100_000)  # after which the tables show the scores
-
-
-def spread(values: list[float]) -> str:
-    """Mean ± standard deviation (how many)."""
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{deviation} ({len(values)})" if values else "not run"
-
-
-def median(values: list[float]) -> str:
-    """The median, where there is one."""
-    return f"{statistics.median(values):.1f}" if values else ""
+Column = Callable[[Curve, int], float]  # of a seed's curve, and of the last step that all got to
 
 
 def offline_table() -> Table:
@@ -72,9 +62,8 @@ def online_table() -> Table:
     table = Table(("", "online steps", "before", "after", "regret"))
     for (algo, dataset), seeds in scores("online").items():
         last = min(max(curve) for curve in seeds.values())
-        online = [[score for step, score in c.items() if 0 < step <= last] for c in seeds.values()]
         before, after = spread([c[0] for c in seeds.values()]), spread([c[last] for c in seeds.values()])
-        regret = statistics.mean(1 - statistics.mean(run) / 100 for run in online)
+        regret = statistics.mean(1 - mean_online(curve, last) / 100 for curve in seeds.values())
         table.rows.append([f"{algo}, {dataset}", f"{last:,}", before, after, f"{regret:.2f}"])
     return table
 
@@ -86,26 +75,22 @@ def comparison(suite: str, of: Callable[[str], Curves] = scores) -> dict[str, di
     return {d: {name: found[v, d] for v, name in variants.items() if (v, d) in found} for d in datasets}
 
 
-def comparison_table(
-    suite: str,
-    heads: tuple[str, ...],
-    columns: Callable[[list[Curve], int], list[list[float]]],
-    of: Callable[[str], Curves] = scores,
-) -> Table:
+def comparison_table(suite: str, columns: dict[str, Column], of: Callable[[str], Curves] = scores) -> Table:
     """A line for each dataset and variant: `columns` are of its seeds' curves and the last step that all got to. Behind
     them, where there are two such variants, those that have every seed of every dataset: each column's interquartile
     mean over all of these.
     """
-    table = Table(["", "", *heads, "minutes"])
+    table = Table(["", "", *columns, "minutes"])
     compared, took, variants = comparison(suite, of), minutes_per_step(suite), labels(suite)
     whole: dict[str, list[list[list[float]]]] = {name: [] for name in variants.values()}
     for dataset, found in compared.items():
         last = min(max(curve) for seeds in found.values() for curve in seeds.values())
         for variant, name in variants.items():
             if name in found:
-                whole[name].append(columns(list(found[name].values()), last))
-                minutes = median([last * each for each in took[variant, dataset]])
-                table.rows.append([f"{dataset}, {last:,} steps", name, *map(spread, whole[name][-1]), minutes])
+                whole[name].append([[value(c, last) for c in found[name].values()] for value in columns.values()])
+                minutes = [last * each for each in took[variant, dataset]]
+                cells = [*map(spread, whole[name][-1]), f"{statistics.median(minutes):.1f}" if minutes else ""]
+                table.rows.append([f"{dataset}, {last:,} steps", name, *cells])
     everything = [(found, set().union(*found.values())) for found in compared.values()]
     complete = [name for name in whole if all(found.get(name, {}).keys() == seeds for found, seeds in everything)]
     for name in complete if len(compared) > 1 < len(complete) else ():
@@ -119,31 +104,37 @@ def at(curve: Curve, step: int) -> float:
     return curve[max(evaluated for evaluated in curve if evaluated <= step)]
 
 
+def behind_switch(curve: Curve, last: int) -> list[float]:
+    """The evaluations behind the switch, until `last`."""
+    return [score for step, score in curve.items() if 0 < step <= last]
+
+
 def mean_online(curve: Curve, last: int) -> float:
     """The mean of the evaluations behind the switch, until `last`."""
-    return statistics.mean(score for step, score in curve.items() if 0 < step <= last)
+    return statistics.mean(behind_switch(curve, last))
 
 
 def wsrl_table(suite: str = "wsrl") -> Table:
     """What WSRL and the paper's comparisons score at the switch, at worst behind it, on the way, and at the end."""
-
-    def columns(runs: list[Curve], last: int) -> list[list[float]]:
-        online = [[score for step, score in c.items() if 0 < step <= last] for c in runs]
-        return [[c[0] for c in runs], [*map(min, online)], [*map(statistics.mean, online)], [at(c, last) for c in runs]]
-
-    return comparison_table(suite, ("at the switch", "lowest", "mean of all evaluations", "at the end"), columns)
+    columns: dict[str, Column] = {
+        "at the switch": lambda curve, _: curve[0],
+        "lowest": lambda curve, last: min(behind_switch(curve, last)),
+        "mean of all evaluations": mean_online,
+        "at the end": at,
+    }
+    return comparison_table(suite, columns)
 
 
 def expo_table(of: Callable[[str], Curves] = scores) -> Table:
     """What EXPO, its ablations and RLPD score, or how often they succeed, at the switch, half way and at the end of the
     shortest run, and on the way."""
-
-    def columns(runs: list[Curve], last: int) -> list[list[float]]:
-        means = [mean_online(c, last) for c in runs]
-        return [[c[0] for c in runs], [at(c, last // 2) for c in runs], [at(c, last) for c in runs], means]
-
-    heads = "at the switch", "half way", "at the end", "mean of all evaluations"
-    return comparison_table("expo", heads, columns, of)
+    columns: dict[str, Column] = {
+        "at the switch": lambda curve, _: curve[0],
+        "half way": lambda curve, last: at(curve, last // 2),
+        "at the end": at,
+        "mean of all evaluations": mean_online,
+    }
+    return comparison_table("expo", columns, of)
 
 
 def expo_differences(of: Callable[[str], Curves] = scores) -> Table:

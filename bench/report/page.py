@@ -1,40 +1,19 @@
 """results/report.html: the figures and tables on one page that holds all it needs and makes no request."""
 
-import csv
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from bench.report import curves
-from bench.report.aggregates import (
-    STEPS,
-    improvements,
-    learning_table,
-    online_aggregates,
-    online_runs,
-    only_means,
-    profiles,
-    reached,
-)
+from bench.report import aggregates, curves, offline_report
+from bench.report.aggregates import STEPS, online_runs, only_means, profiles, reached
 from bench.report.archive_run import Kept, kept_runs
-from bench.report.curves import (
-    Curve,
-    Curves,
-    aligned,
-    behaviour,
-    by_updates,
-    number_of,
-    online,
-    published,
-    scores,
-    successes,
-    there,
-)
+from bench.report.curves import Curve, aligned, by_updates, number_of, online, published, scores, there
 from bench.report.figures import (
     COLOURS,
     GREY,
@@ -46,38 +25,20 @@ from bench.report.figures import (
     scores_figure,
 )
 from bench.report.intervals import MIN_SEEDS_FOR_CI, estimate, interquartile_mean
-from bench.report.offline_report import (
-    ALGORITHMS,
-    UPDATES,
-    d3rlpy_table,
-    expo_differences,
-    expo_table,
-    offline_table,
-    online_table,
-    wsrl_table,
-)
+from bench.report.offline_report import ALGORITHMS, UPDATES
 from bench.report.tables import Table
 from bench.sweep.suite import PEER, Planned, labels, planned
 
 FOLDERS = ("", "offline", "online", "wsrl", "wsrl-longer", "expo", "ablations")
 ONLINE = labels("online-1m")
-
-
-class Study(NamedTuple):
-    """A suite, the title of its comparison, and the curves of its runs that are in results/."""
-
-    title: str
-    suite: str
-    curves: Callable[[], Curves]
-
-
+# Suites, the titles of their comparisons, and the curves of their runs that are in results/.
 STUDIES = (
-    Study("Online", "online-1m", online),
-    Study("Offline", "offline-own", by_updates),
-    Study("From offline to online", "off2on-own", lambda: scores("online")),
-    Study("WSRL's comparison", "wsrl", lambda: scores("wsrl")),
-    Study("WSRL's comparison, longer", "wsrl-longer", lambda: scores("wsrl-longer")),
-    Study("EXPO's comparison", "expo", lambda: scores("expo")),
+    ("Online", "online-1m", online),
+    ("Offline", "offline-own", by_updates),
+    ("From offline to online", "off2on-own", partial(scores, "online")),
+    ("WSRL's comparison", "wsrl", partial(scores, "wsrl")),
+    ("WSRL's comparison, longer", "wsrl-longer", partial(scores, "wsrl-longer")),
+    ("EXPO's comparison", "expo", partial(scores, "expo")),
 )
 
 
@@ -98,77 +59,58 @@ def whole_page() -> str:
         episodes=f"{sum(len(run.rows) for _, run in kept):,}",
         runs=len(kept),
         enough=MIN_SEEDS_FOR_CI,
-        online_curves=images(online_curves()),
-        learning=learning_table(),
+        aggregates=aggregates,
+        offline=offline_report,
+        successes=curves.successes,
+        online_curves=list(online_curves()),
         published=published_table(),
-        online_aggregates=online_aggregates(),
-        online_profiles=images(online_profiles()),
-        online_improvements=[(step, improvements(reached(online(), step), ONLINE)) for step in STEPS],
-        offline_curves=images(offline_curves()),
-        offline=offline_table(),
-        d3rlpy=d3rlpy_table(),
-        offline_aggregates=images(offline_aggregates()),
-        offline_improvements=[(n, improvements(reached(by_updates(), n), ALGORITHMS)) for n in UPDATES],
-        switch_curves=images(switch_curves()),
-        switch=online_table(),
-        wsrl=wsrl_table(),
-        wsrl_longer=wsrl_table("wsrl-longer"),
-        expo=expo_table(),
-        expo_differences=expo_differences(),
-        expo_successes=expo_table(successes),
-        expo_differences_of_successes=expo_differences(successes),
+        online_profiles=list(online_profiles()),
+        online_improvements=[(n, aggregates.improvements(reached(online(), n), ONLINE)) for n in STEPS],
+        offline_curves=list(offline_curves()),
+        offline_aggregates=list(offline_aggregates()),
+        offline_improvements=[(n, aggregates.improvements(reached(by_updates(), n), ALGORITHMS)) for n in UPDATES],
+        switch_curves=list(switch_curves()),
         missing=missing(),
         machines=machines_table([run for _, run in kept]),
         all_runs=runs_table(kept),
     )
 
 
-def images(figures: Iterator[tuple[Figure, str]]) -> list[Image]:
-    """Return figures and their words as the page shows them."""
-    return [Image(figure, text) for figure, text in figures]
-
-
-def online_curves() -> Iterator[tuple[Figure, str]]:
+def online_curves() -> Iterator[Image]:
     theirs = published()
     for (algo, env), seeds in online().items():
         text = f"Return of {algo.upper()} on {env} over environment steps: onramp ends at {ends(seeds)}"
-        yield learning_figure(algo, env, seeds, theirs[algo, env]), text
+        yield Image(learning_figure(algo, env, seeds, theirs[algo, env]), text)
 
 
-def online_profiles() -> Iterator[tuple[Figure, str]]:
+def online_profiles() -> Iterator[Image]:
     """Of each algorithm, ours and the published runs at the last step that ours got to."""
-    for algo, name in ONLINE.items():
+    for (algo, name), colour in zip(ONLINE.items(), COLOURS, strict=False):
         got = [step for step in STEPS if algo in online_runs(step)[0]]
         if not got:
             continue
         ours, theirs = (runs[algo] for runs in online_runs(got[-1]))
         runs = {"onramp": ours} | ({} if algo in only_means() else {"published": theirs})
         thresholds, found = profiles(runs)
-        lines = {
-            "onramp": Line("onramp", COLOURS[list(ONLINE).index(algo)]),
-            "published": Line("published", GREY, "--"),
-        }
-        figure = profile_figure(
-            f"{name}, {got[-1]:,} steps", "return, the published one at a million being 1", thresholds,
-            {lines[who]: profile for who, profile in found.items()},
-        )  # fmt: skip
+        lines = {"onramp": Line("onramp", colour), "published": Line("published", GREY, "--")}
+        shares = {lines[who]: profile for who, profile in found.items()}
+        title, label = f"{name}, {got[-1]:,} steps", "return, the published one at a million being 1"
         seeds = ", ".join(f"{who} {sum(map(len, tasks.values()))}" for who, tasks in runs.items())
-        yield (
-            figure,
-            f"Performance profile of {name} after {got[-1]:,} steps over {len(ours)} environments; runs: {seeds}",
-        )
+        text = f"Performance profile of {name} after {got[-1]:,} steps over {len(ours)} environments; runs: {seeds}"
+        yield Image(profile_figure(title, label, thresholds, shares), text)
 
 
-def offline_curves() -> Iterator[tuple[Figure, str]]:
+def offline_curves() -> Iterator[Image]:
     found = by_updates()
     for dataset in sorted({dataset for _, dataset in found}):
         own = {algo: found[algo, dataset] for algo in ALGORITHMS if (algo, dataset) in found}
         lines = {algorithm_line(algo): seeds for algo, seeds in own.items()}
         text = "; ".join(f"{ALGORITHMS[algo]} ends at {ends(seeds, 1)}" for algo, seeds in own.items())
-        yield scores_figure(dataset, "updates", lines, behaviour(dataset)), f"Score on {dataset} over updates: {text}"
+        figure = scores_figure(dataset, "updates", lines, curves.behaviour(dataset))
+        yield Image(figure, f"Score on {dataset} over updates: {text}")
 
 
-def offline_aggregates() -> Iterator[tuple[Figure, str]]:
+def offline_aggregates() -> Iterator[Image]:
     """Interquartile means and profiles, at the last number of updates, of the algorithms run on every dataset."""
     runs = reached(by_updates(), UPDATES[-1])
     datasets = {dataset for tasks in runs.values() for dataset in tasks}
@@ -179,44 +121,37 @@ def offline_aggregates() -> Iterator[tuple[Figure, str]]:
     after = f"after {UPDATES[-1]:,} updates, over {len(datasets)} datasets"
     said = "; ".join(f"{ALGORITHMS[algo]} {found.text(1)}" for algo, found in means.items())
     points = [(algorithm_line(algo), found) for algo, found in means.items()]
-    yield points_figure("Interquartile mean", "score", points), f"Interquartile mean {after}: {said}"
+    yield Image(points_figure("Interquartile mean", "score", points), f"Interquartile mean {after}: {said}")
     thresholds, found = profiles(whole)
     profile = {algorithm_line(algo): shares for algo, shares in found.items()}
     seeds = ", ".join(f"{ALGORITHMS[algo]} {sum(map(len, tasks.values()))}" for algo, tasks in whole.items())
-    yield (
-        profile_figure("Performance profile", "score", thresholds, profile),
-        f"Performance profile {after}; runs: {seeds}",
-    )
+    figure = profile_figure("Performance profile", "score", thresholds, profile)
+    yield Image(figure, f"Performance profile {after}; runs: {seeds}")
 
 
-def switch_curves() -> Iterator[tuple[Figure, str]]:
+def switch_curves() -> Iterator[Image]:
     """Scores before and behind the switch, of all runs that went on online."""
+    styles = [(colour, style) for style in ("-", "--", ":") for colour in COLOURS]
     for folder, suite in (("online", "off2on-own"), ("wsrl", "wsrl"), ("wsrl-longer", "wsrl-longer"), ("expo", "expo")):
         found, names = scores(folder), labels(suite)
         for dataset in sorted({dataset for _, dataset in found}):
             own = {names.get(algo, algo): seeds for (algo, of), seeds in found.items() if of == dataset}
-            styles = [(colour, style) for style in ("-", "--", ":") for colour in COLOURS]
             lines = {Line(name, *style): seeds for (name, seeds), style in zip(own.items(), styles, strict=False)}
             text = "; ".join(f"{name} ends at {ends(seeds, 1)}" for name, seeds in own.items())
             title = dataset + ("" if folder == "online" else f", {folder.partition('-')[0].upper()}'s comparison")
             figure = scores_figure(title, "steps from the switch", lines, None)
-            yield figure, f"Score on {dataset} before and behind the switch: {text}"
+            yield Image(figure, f"Score on {dataset} before and behind the switch: {text}")
 
 
 def published_table() -> Table:
     """Where the published curves come from, what they were measured on, and how far they go."""
-    where: dict[tuple[str, str, str, str], list[str]] = {}
-    with (curves.RESULTS / "published.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            seeds = where.setdefault((row["algo"], row["env"], row["measured_on"], row["source"]), [])
-            if row["seed"] not in seeds:
-                seeds.append(row["seed"])
     table = Table(("", "measured on", "seeds", "steps", f"return at {STEPS[-1]:,}", "source"))
-    for (algo, env, measured_on, source), seeds in sorted(where.items()):
+    rows = pd.read_csv(curves.RESULTS / "published.csv", dtype={"seed": str})
+    for (algo, env, measured_on, source), own in rows.groupby(["algo", "env", "measured_on", "source"]):
         runs = published()[algo, env]
         last = min(max(curve) for curve in runs.values())
         mean = np.mean(list(there(runs, STEPS[-1]).values()))
-        numbers = str(number_of(seeds)), f"{last:,}", f"{mean:,.0f}"
+        numbers = str(number_of(own["seed"].unique())), f"{last:,}", f"{mean:,.0f}"
         table.rows.append([f"{algo.upper()}, {env}", measured_on, *numbers, source])
     return table
 
@@ -229,32 +164,27 @@ def machines_table(kept: list[Kept]) -> Table:
     return Table(("runs", "machine, or versions"), [*rows])
 
 
-def runs_table(kept: list[tuple[str, Kept]]) -> Table:
-    """What each run was, and where."""
-    heads = "", "seed", "steps", "episodes an evaluation", "hours", "steps/s", "threads", "commit", "episodes"
-    return Table(heads, [run_row(folder, run) for folder, run in kept])
-
-
-def run_row(folder: str, run: Kept) -> list[str]:
-    steps = [int(row["step"]) for row in run.rows]
-    time = run.config.get("time")
-    unknown = "not recorded", "not recorded"
-    took = (f"{time['seconds'] / 3600:.2f}", f"{time['steps_per_second']:,.1f}") if time else unknown
-    threads = run.config.get("hardware", run.config).get("threads", "not recorded")
-    what = "/".join(filter(None, (folder, run.algo, run.task)))
-    commit = run.config.get("commit", "not ours")[:8]
-    cells = (
-        what, run.seed, f"{min(steps):,} to {max(steps):,}", max(Counter(steps).values()), *took, threads, commit,
-        len(steps),
-    )  # fmt: skip
-    return list(map(str, cells))
-
-
 def machine(run: Kept) -> str:
     """In words, what config.json has of it."""
     if (found := run.config.get("hardware")) is None:
         return "not recorded"
     return f"{found['cpu']}, {found['cores']} cores{', ' + found['gpu'] if found['gpu'] else ''}"
+
+
+def runs_table(kept: list[tuple[str, Kept]]) -> Table:
+    """What each run was, and where."""
+    heads = "", "seed", "steps", "episodes an evaluation", "hours", "steps/s", "threads", "commit", "episodes"
+    table = Table(heads)
+    for folder, run in kept:
+        what = "/".join(filter(None, (folder, run.algo, run.task)))
+        steps = [int(row["step"]) for row in run.rows]
+        reach, episodes = f"{min(steps):,} to {max(steps):,}", str(max(Counter(steps).values()))
+        time = run.config.get("time")
+        took = [f"{time['seconds'] / 3600:.2f}", f"{time['steps_per_second']:,.1f}"] if time else 2 * ["not recorded"]
+        threads = str(run.config.get("hardware", run.config).get("threads", "not recorded"))
+        commit = run.config.get("commit", "not ours")[:8]
+        table.rows.append([what, run.seed, reach, episodes, *took, threads, commit, str(len(steps))])
+    return table
 
 
 def algorithm_line(algo: str) -> Line:

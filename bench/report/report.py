@@ -6,14 +6,14 @@ python bench/report/report.py --check    # ends with 1 where they are not what t
 """
 
 import ast
-import csv
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import pandas as pd  # type: ignore[import-untyped]
 
 from bench.report.aggregates import learning_table, settings_table
 from bench.report.curves import online, published, successes
@@ -43,25 +43,22 @@ class Args:
     """Only compare."""
 
 
-def speeds(peer: str) -> Iterator[tuple[dict[str, str], dict[str, float], dict[str, float]]]:
+def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
     """Of each measurement beside `peer`: facts, medians over the rounds, and medians of the rounds' ratios to ours."""
     for path in sorted((RESULTS / "speed").glob("*.csv")):
         facts, rates = read_rounds(path)
         if peer in rates:
-            median = {name: statistics.median(values) for name, values in rates.items()}
-            ratio = {n: statistics.median(a / b for a, b in zip(rates["ours"], rates[n], strict=True)) for n in rates}
-            yield facts, median, ratio
+            yield facts, rates.median(), rates.rdiv(rates["ours"], axis=0).median()
 
 
 def speed_table() -> Table:
     """Environment steps per second beside the peers."""
     table = Table(("", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"))
     for facts, median, ratio in speeds("sb3"):
-        update = "-"
-        if "floor" in median:
-            update = f"{float(facts['our update alone in ms']) * median['floor'] / 1000:.2f}"
-        speeds_of = [f"{median[name]:.0f}" for name in ("ours", "sb3", "sbx")]
-        table.rows.append([facts["algorithm"], *speeds_of, f"{ratio['sb3']:.2f}", f"{ratio['sbx']:.2f}", update])
+        alone, floor = float(facts.get("our update alone in ms", "nan")), median.get("floor")
+        update = f"{alone * floor / 1000:.2f}" if floor else "-"
+        rates = [f"{median[name]:.0f}" for name in ("ours", "sb3", "sbx")]
+        table.rows.append([facts["algorithm"], *rates, f"{ratio['sb3']:.2f}", f"{ratio['sbx']:.2f}", update])
     return table
 
 
@@ -102,12 +99,11 @@ def algorithms_table() -> Table:
 def loading_table() -> Table:
     """Seconds and memory of each loader, medians over the rounds."""
     table = Table(("", "seconds", "at the peak", "transitions"))
-    rows = list(csv.DictReader(line for line in (RESULTS / "loading.csv").open() if not line.startswith("#")))
+    median = pd.read_csv(RESULTS / "loading.csv", comment="#").groupby("contender").median()
     names = {"ours": "onramp", "d3rlpy": "d3rlpy 2.8.1", "qlearning_dataset": "D4RL's qlearning_dataset"}
     for contender, name in names.items():
-        own = [row for row in rows if row["contender"] == contender]
-        seconds, peak = (statistics.median(float(row[key]) for row in own) for key in ("seconds", "peak_bytes"))
-        table.rows.append([name, f"{seconds:.2f}", f"{peak / 1e6:,.0f} MB", f"{int(own[0]['transitions']):,}"])
+        seconds, peak, transitions = median.loc[contender, ["seconds", "peak_bytes", "transitions"]]
+        table.rows.append([name, f"{seconds:.2f}", f"{peak / 1e6:,.0f} MB", f"{transitions:,.0f}"])
     return table
 
 

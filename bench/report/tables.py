@@ -1,6 +1,7 @@
 """A table, as text for Markdown; page.html shows the same one as HTML."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -16,3 +17,11 @@ class Table:
         rows = self.rows or [["not run", *[""] * (len(self.heads) - 1)]]
         first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (self.heads, *rows))
         return "\n".join([first, "|---" * len(self.heads) + "|", *others])
+
+
+def spread(values: Collection[float], digits: int = 1, number: int | None = None) -> str:
+    """Mean ± standard deviation (how many; their number, unless given)."""
+    if not values:
+        return "not run"
+    deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.{digits}f}{deviation} ({len(values) if number is None else number})"

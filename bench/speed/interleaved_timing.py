@@ -1,3 +1,4 @@
+# ruff: noqa: T201
 """Several programs timed in alternation on one machine, each stopped while another runs.
 
 A machine's speed drifts by a quarter within minutes, so programs timed one after the other cannot be compared. Here
@@ -5,9 +6,7 @@ all stay warm, and each runs for a few seconds of every round; what is compared 
 Their rounds are written as raw figures to a file, with what a reader must know of the machine, and put in words.
 """
 
-import csv
 import os
-import platform
 import random
 import shutil
 import signal
@@ -15,17 +14,18 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import pandas as pd  # type: ignore[import-untyped]
 import psutil
 
 from bench.speed.step_counter import COUNTER_FILE, read_steps
 
+ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 15
 QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
 # Those whose versions a reader of a measured figure must know, as far as they are installed.
@@ -39,7 +39,7 @@ class ContenderError(Exception):
 
 @dataclass(frozen=True)
 class Slice:
-    """What one contender did in its few seconds of one round."""
+    """What the contenders of one side did in their few seconds of one round."""
 
     round: int
     contender: str
@@ -58,22 +58,16 @@ class Contender:
     """A program in a session of its own, so that it and its children are stopped, continued and killed as one."""
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        folder: Path,
-        warm_steps: int,
-        cwd: Path | None = None,
-        learns: Callable[[], bool] = lambda: True,
+        self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, warm_steps: int
     ) -> None:
         """Start it. It is warm after `warm_steps` and once it `learns`."""
-        self.name, self._warm_steps, self._learns = name, warm_steps, learns
+        self.name, self._warm_steps = name, warm_steps
+        self.learns: Callable[[], bool] = lambda: True  # for those that make steps before they learn
         self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
-                cwd=cwd,
+                cwd=ROOT,
                 env={**env, COUNTER_FILE: str(self.counter)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -132,26 +126,14 @@ class Contender:
     def warm_up(self, timeout: float) -> None:
         """Let it run alone until it has done its random steps and compiled what it compiles, then stop it."""
         deadline = time.monotonic() + timeout
-        while self.steps() < self._warm_steps or not self._learns():
+        while self.steps() < self._warm_steps or not self.learns():
             self.check()
             if time.monotonic() > deadline:
-                learning = "and learns" if self._learns() else "and does not learn yet"
+                learning = "and learns" if self.learns() else "and does not learn yet"
                 steps = f"{self.steps()} of {self._warm_steps} steps"
                 raise ContenderError(f"{self.name} made {steps} in {timeout:.0f} s {learning}")
             time.sleep(0.05)
         self.stop()
-
-    def run_slice(self, round_: int, seconds: float) -> Slice:
-        """One slice, measured from standstill to standstill: nothing is done outside the time it is charged for."""
-        steps, cpu, machine = self.steps(), self.cpu_seconds(), busy_seconds()
-        start = time.perf_counter()
-        self.resume()
-        time.sleep(seconds)
-        self.stop()
-        wall = time.perf_counter() - start
-        own = self.cpu_seconds() - cpu
-        others = max(busy_seconds() - machine - own, 0.0)
-        return Slice(round_, self.name, self.steps() - steps, wall, own / wall, others / wall)
 
     def threads(self) -> int:
         """Threads of all its processes, sleeping ones included."""
@@ -199,70 +181,96 @@ def contest() -> Iterator[tuple[list[Contender], Path]]:
             signal.signal(number, handler)
 
 
-def alternate(contenders: Sequence[Contender], rounds: int, slice_seconds: float) -> Iterator[list[Slice]]:
-    """Round by round, a slice of each warm and stopped contender, in an order shuffled anew each time."""
+def alternate(sides: Mapping[str, Sequence[Contender]], rounds: int, seconds: float) -> Iterator[list[Slice]]:
+    """Round by round, a slice of each side's warm and stopped contenders, in an order shuffled anew each time."""
     shuffle = random.Random(0).shuffle
     for round_ in range(1, rounds + 1):
-        order = list(contenders)
+        order = list(sides)
         shuffle(order)  # so that none always follows the same other, in a cache or a clock that one has left behind
-        yield [contender.run_slice(round_, slice_seconds) for contender in order]
+        yield [run_slice(round_, side, sides[side], seconds) for side in order]
 
 
-def write_rounds(path: Path, facts: dict[str, str], rounds: Iterable[Iterable[Slice]]) -> None:
+def run_slice(round_: int, side: str, contenders: Sequence[Contender], seconds: float) -> Slice:
+    """All contenders of a side at once, measured from standstill to standstill; their steps and cores are summed.
+
+    Nothing is done outside the time that it is charged for.
+    """
+
+    def so_far() -> tuple[int, float, float]:
+        return sum(c.steps() for c in contenders), sum(c.cpu_seconds() for c in contenders), busy_seconds()
+
+    before = so_far()
+    start = time.perf_counter()
+    for contender in contenders:
+        contender.resume()
+    time.sleep(seconds)
+    for contender in contenders:
+        contender.stop()
+    wall = time.perf_counter() - start
+    steps, own, machine = (now - then for now, then in zip(so_far(), before, strict=True))
+    return Slice(round_, side, int(steps), wall, own / wall, max(machine - own, 0.0) / wall)
+
+
+def measure(
+    sides: Mapping[str, Sequence[Contender]], rounds: int, seconds: float, out: Path, facts: dict[str, str]
+) -> list[Slice]:
+    """Return every slice. After each round print it and write `out`: an interrupted run leaves what it measured."""
+    slices: list[Slice] = []
+    for number, made in enumerate(alternate(sides, rounds, seconds), 1):
+        slices += made
+        print(f"round {number}: {', '.join(f'{s.contender} {s.steps_per_second:.1f}' for s in made)}", flush=True)
+        write_rounds(out, facts, slices)
+    return slices
+
+
+def as_table(slices: Sequence[Slice]) -> pd.DataFrame:
+    """A row for each slice."""
+    columns = ["round", "contender", "steps", "seconds", "steps_per_second", "cores", "cores_of_others"]
+    return pd.DataFrame([[getattr(s, column) for column in columns] for s in slices], columns=columns)
+
+
+def write_rounds(path: Path, facts: dict[str, str], slices: Sequence[Slice]) -> None:
     """The raw slices as a CSV; the facts go before them on lines that begin with #."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in facts.items())
-        writer = csv.writer(file)
-        writer.writerow(["round", "contender", "steps", "seconds", "steps_per_second", "cores", "cores_of_others"])
-        for s in (s for slices in rounds for s in slices):
-            numbers = (s.seconds, s.steps_per_second, s.cores, s.cores_of_others)
-            writer.writerow([s.round, s.contender, s.steps, *(f"{number:.4f}" for number in numbers)])
+    lines = "".join(f"# {key}: {value}\n" for key, value in facts.items())
+    path.write_text(lines + as_table(slices).to_csv(index=False, float_format="%.4f"))
 
 
-def read_rounds(path: Path) -> tuple[dict[str, str], dict[str, list[float]]]:
-    """The facts, and each contender's steps per second, round by round."""
-    text = path.read_text().splitlines()
-    facts = dict(line[2:].split(": ", 1) for line in text if line.startswith("#"))
-    rates: dict[str, list[float]] = defaultdict(list)
-    for row in csv.DictReader(line for line in text if not line.startswith("#")):
-        rates[row["contender"]].append(float(row["steps_per_second"]))
-    return facts, rates
+def read_rounds(path: Path) -> tuple[dict[str, str], pd.DataFrame]:
+    """The facts, and steps per second, a row for each round and a column for each contender."""
+    facts = dict(line[2:].split(": ", 1) for line in path.read_text().splitlines() if line.startswith("#"))
+    return facts, pd.read_csv(path, comment="#").pivot(index="round", columns="contender", values="steps_per_second")
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def spread(values: pd.Series, digits: int) -> str:
     """Median (least to greatest)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    return f"{values.median():.{digits}f} ({values.min():.{digits}f}-{values.max():.{digits}f})"
 
 
-def report(rounds: Sequence[Sequence[Slice]], updates: Sequence[float]) -> str:
+def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
     """The figures: each contender's speed, then ours against each within the rounds."""
-    by_name: dict[str, list[Slice]] = {}
-    for s in (s for slices in rounds for s in slices):
-        by_name.setdefault(s.contender, []).append(s)
-    names = [name for name in ("ours", "eager", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in by_name]
-    rate = {name: [s.steps_per_second for s in by_name[name]] for name in names}
+    table = as_table(slices).pivot(index="round", columns="contender")
+    rate, cores, others = table["steps_per_second"], table["cores"], table["cores_of_others"]
+    names = [name for name in ("ours", "eager", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in rate]
     lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
     for name in names:
-        cores = spread([s.cores for s in by_name[name]], 2)
-        others = spread([s.cores_of_others for s in by_name[name]], 2)
-        lines.append(f"{name:8}{spread(rate[name], 1):>24}{cores:>20}{others:>20}")
+        used = f"{spread(cores[name], 2):>20}{spread(others[name], 2):>20}"
+        lines.append(f"{name:8}{spread(rate[name], 1):>24}{used}")
     lines.append("")
-    for name in (name for name in names if name not in ("ours", "floor")):
-        ratios = [ours / theirs for ours, theirs in zip(rate["ours"], rate[name], strict=True)]
-        lines.append(f"ours / {name}: {spread(ratios, 2)} times as many steps/s")
+    for name in names:
+        if name not in ("ours", "floor"):
+            lines.append(f"ours / {name}: {spread(rate['ours'] / rate[name], 2)} times as many steps/s")
     if "floor" in rate:
-        floor_ms = [1000 / r for r in rate["floor"]]
-        above = [floor / ours for ours, floor in zip(rate["ours"], rate["floor"], strict=True)]
+        floor_ms = 1000 / rate["floor"]
         lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
-        lines.append(f"ours / floor: {spread(above, 2)}, whole step with one update")
+        lines.append(f"ours / floor: {spread(rate['floor'] / rate['ours'], 2)}, whole step with one update")
         if updates:
             alone = statistics.median(updates)
-            times = f"{alone:.2f} ms, {alone / statistics.median(floor_ms):.2f} floors"
+            times = f"{alone:.2f} ms, {alone / floor_ms.median():.2f} floors"
             lines.append(f"our update alone: {times} (median of {len(updates)} log intervals)")
         else:
             lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
-    disturbed = statistics.median(s.cores_of_others for slices in rounds for s in slices)
+    disturbed = statistics.median(s.cores_of_others for s in slices)
     if disturbed > QUIET:
         lines.append(f"NOT TO BE CITED: other work took {disturbed:.2f} cores meanwhile; repeat on a quiet machine")
     return "\n".join(lines)
@@ -277,16 +285,6 @@ def versions(python: str | Path) -> str:
     )
     result = subprocess.run([str(python), "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
     return result.stdout.strip().replace("python, ", "python ", 1)
-
-
-def processor() -> str:
-    """The processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def accelerator() -> str:

@@ -44,18 +44,12 @@ class Product:
         return 2 * self.ensemble * self.m * self.k * self.n
 
 
-def _values_to_come(o: int, a: int) -> list[Product]:
-    """The policy and the targets, forward; the policy has two hidden layers, and its head gives mean and deviation."""
-    b, h, e = BATCH, HIDDEN, CRITICS
+def _forward(name: str, m: int, inputs: int, outputs: int, ensemble: int = 1) -> list[Product]:
+    """`m` rows through the two hidden layers of each network; first layers with one input are one wider product."""
     return [
-        # The policy on next_obs (for the target) and on obs (for its own loss): the same weights, so one batch of two.
-        Product("actor, first layer", 2 * b, o, h),
-        Product("actor, hidden layer", 2 * b, h, h),
-        Product("actor, last layer", 2 * b, h, 2 * a),
-        # min Q'(s', a'): the target critics forward.
-        Product("targets, first layer", b, o + a, h, e, fold="n"),
-        Product("targets, hidden layer", b, h, h, e),
-        Product("targets, last layer", b, h, 1, e),
+        Product(f"{name}, first layer", m, inputs, HIDDEN, ensemble, fold="n"),
+        Product(f"{name}, hidden layer", m, HIDDEN, HIDDEN, ensemble),
+        Product(f"{name}, last layer", m, HIDDEN, outputs, ensemble),
     ]
 
 
@@ -92,17 +86,16 @@ def sac_products(o: int, a: int) -> list[Product]:
     """
     b, h, e = BATCH, HIDDEN, CRITICS
     return [
-        *_values_to_come(o, a),
-        # L = sum of (Q(s, a) - y)^2: forward and backward.
-        Product("critics, first layer", b, o + a, h, e, fold="n"),
-        Product("critics, hidden layer", b, h, h, e),
-        Product("critics, last layer", b, h, 1, e),
+        # The policy on next_obs (for the target) and on obs (for its own loss): the same weights, so one batch of two.
+        # Its head gives mean and deviation.
+        *_forward("actor", 2 * b, o, 2 * a),
+        # L = sum of (Q(s, a) - y)^2, y of min Q'(s', a'): forward and backward.
+        *_forward("targets", b, o + a, 1, e),
+        *_forward("critics", b, o + a, 1, e),
         *_back_to_the_weights(b),
         Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
         # L = alpha log pi - min Q(s, pi(s)): the updated critics forward, and back.
-        Product("critics at pi, first layer", b, o + a, h, e, fold="n"),
-        Product("critics at pi, hidden layer", b, h, h, e),
-        Product("critics at pi, last layer", b, h, 1, e),
+        *_forward("critics at pi", b, o + a, 1, e),
         *_back_to_the_policy(o, a),
     ]
 
@@ -115,11 +108,10 @@ def cql_products(o: int, a: int) -> list[Product]:
     """
     b, h, e = BATCH, HIDDEN, CRITICS
     return [
-        *_values_to_come(o, a),
+        *_forward("actor", 2 * b, o, 2 * a),
+        *_forward("targets", b, o + a, 1, e),
         Product("critics, first layer, observations", b, o, h, e, fold="n"),
-        Product("critics, first layer, actions", 32 * b, a, h, e, fold="n"),
-        Product("critics, hidden layer", 32 * b, h, h, e),
-        Product("critics, last layer", 32 * b, h, 1, e),
+        *_forward("critics at actions", 32 * b, a, 1, e),
         *_back_to_the_weights(31 * b),
         Product("critics, first layer, weight gradient, observations", o, b, h, e, fold="n"),
         Product("critics, first layer, weight gradient, actions", a, 31 * b, h, e, fold="n"),
@@ -132,25 +124,16 @@ def wsrl_products(o: int, a: int) -> list[Product]:
     four batches.
     """
     b, h, e = BATCH, HIDDEN, 10
-    four = [
-        Product("targets, first layer", b, o + a, h, 2, fold="n"),
-        Product("targets, hidden layer", b, h, h, 2),
-        Product("targets, last layer", b, h, 1, 2),
-        Product("critics, first layer", b, o + a, h, e, fold="n"),
-        Product("critics, hidden layer", b, h, h, e),
-        Product("critics, last layer", b, h, 1, e),
+    of_an_update = [
+        *_forward("targets", b, o + a, 1, 2),
+        *_forward("critics", b, o + a, 1, e),
         *_back_to_the_weights(b, e),
         Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
     ]
     return [
-        # The policy is the same in all four, so that it is one batch of eight.
-        Product("actor, first layer", 8 * b, o, h),
-        Product("actor, hidden layer", 8 * b, h, h),
-        Product("actor, last layer", 8 * b, h, 2 * a),
-        *(4 * four),
-        Product("critics at pi, first layer", 4 * b, o + a, h, e, fold="n"),
-        Product("critics at pi, hidden layer", 4 * b, h, h, e),
-        Product("critics at pi, last layer", 4 * b, h, 1, e),
+        *_forward("actor", 8 * b, o, 2 * a),  # the same weights in all four, so that it is one batch of eight
+        *(4 * of_an_update),
+        *_forward("critics at pi", 4 * b, o + a, 1, e),
         *_back_to_the_policy(o, a, 4 * b, e),
     ]
 

@@ -22,33 +22,31 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import h5py
 import numpy as np
+import torch
 import tyro
-from numpy.typing import NDArray
 
 from bench.speed.interleaved_timing import (
+    ROOT,
     Contender,
     ContenderError,
-    Slice,
     accelerator,
-    alternate,
     contest,
-    processor,
+    measure,
     report,
     versions,
     write_rounds,
 )
 from bench.speed.matmul_floor import PRODUCTS
 from bench.speed.step_counter import counted
-from common.provenance import commit
+from common.provenance import commit, hardware
 
-ROOT = Path(__file__).resolve().parents[2]
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
 ROLLOUT = 2048  # PPO's steps of a round, of all environments together
@@ -59,80 +57,76 @@ WARM_UP_TIMEOUT = 900.0
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How one algorithm is started: ours as a command, each peer as a class with keyword arguments."""
+    """How one algorithm is started: ours as a command, each library's as a class with keyword arguments."""
 
     ours: str
-    peers: dict[str, str]
-    peer_arguments: dict[str, Any]
     warm_steps: int  # whatever is compiled is compiled by then
-    offline: bool = False
+    peers: tuple[str, ...] = ("sb3", "sbx")
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the libraries' class
     dataset: bool = False  # whether it needs one
     flags: bool = True  # whether ours takes those of a run, else the environment alone
-    venv: str = ".venv-peers"
-    """Where the peers are installed."""
+    loop: str = ""  # our own program beside it, where the peer is a plain loop
+
+    @property
+    def offline(self) -> bool:
+        """Whether gradient steps are counted, not those of environments."""
+        return "d3rlpy" in self.peers
 
 
+MODULES = {"sb3": "stable_baselines3", "sbx": "sbx", "d3rlpy": "d3rlpy"}
+VENVS = {"sb3": ".venv-peers", "sbx": ".venv-peers", "d3rlpy": ".venv-d3rlpy", "loop": ".venv"}
 RUNS = {"ours": "run", "eager": "run-eager", "compiled": "run-compiled"}  # folders of ours, the others on a GPU alone
 OFF_POLICY = {
     "learning_starts": LEARNING_STARTS,
     "batch_size": 256,
     "train_freq": 1,
     "gradient_steps": -1,  # as many updates as environment steps, however many environments there are
+    "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2},
 }
 ALGORITHMS = {
     "sac": Algorithm(
         ours=f"algos/sac.py --learning-starts {LEARNING_STARTS}",
-        peers={"sb3": "stable_baselines3:SAC", "sbx": "sbx:SAC"},
-        peer_arguments=OFF_POLICY | {"policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
         warm_steps=LEARNING_STARTS + 300,
+        arguments=OFF_POLICY,
     ),
     "td3": Algorithm(
         ours=f"algos/td3.py --learning-starts {LEARNING_STARTS}",
-        peers={"sb3": "stable_baselines3:TD3", "sbx": "sbx:TD3"},
-        peer_arguments=OFF_POLICY | {"policy_delay": 2, "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2}},
         warm_steps=LEARNING_STARTS + 300,
+        arguments=OFF_POLICY | {"policy_delay": 2},
     ),
     "ppo": Algorithm(
         ours=f"algos/ppo.py --rollout-steps {ROLLOUT} --minibatch-size 64 --epochs 10 "
         "--normalize-advantages --no-recompute-advantages",
-        peers={"sb3": "stable_baselines3:PPO", "sbx": "sbx:PPO"},
-        peer_arguments={"n_steps": ROLLOUT, "batch_size": 64, "n_epochs": 10, "policy_kwargs": {"net_arch": [64, 64]}},
         warm_steps=3 * ROLLOUT,
+        arguments={"n_steps": ROLLOUT, "batch_size": 64, "n_epochs": 10, "policy_kwargs": {"net_arch": [64, 64]}},
     ),
     "iql": Algorithm(
         ours="bench/speed/count_updates.py algos/iql.py --hidden 256 256",
-        peers={"d3rlpy": "d3rlpy:IQL"},
-        peer_arguments={},
         warm_steps=WARM_UPDATES,
-        offline=True,
+        peers=("d3rlpy",),
         dataset=True,
-        venv=".venv-d3rlpy",
     ),
     "cql": Algorithm(
         ours="bench/speed/count_updates.py algos/cql.py --hidden 256 256 --critic-hidden 256 256 "
         "--cql-weight 5 --lagrange-gap 0",
-        peers={"d3rlpy": "d3rlpy:CQL"},
-        peer_arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier here either
         warm_steps=WARM_UPDATES,
-        offline=True,
+        peers=("d3rlpy",),
+        arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier here either
         dataset=True,
-        venv=".venv-d3rlpy",
     ),
     "wsrl": Algorithm(  # its online phase, beside the same as a loop over separate critics
         ours=f"algos/wsrl.py --offline-steps 0 --online-steps {FOREVER} --warmup-steps 1024",
-        peers={"loop": "bench/speed/wsrl_loop.py"},
-        peer_arguments={},
         warm_steps=1024 + WARM_UPDATES,
+        peers=("loop",),
         dataset=True,
-        venv=".venv",
+        loop="bench/speed/wsrl_loop.py",
     ),
     "expo": Algorithm(  # its base samples alone, beside the same drawn one by one
         ours="bench/speed/expo_sampling.py batch",
-        peers={"loop": "bench/speed/expo_sampling.py loop"},
-        peer_arguments={},
         warm_steps=WARM_UPDATES,
+        peers=("loop",),
         flags=False,
-        venv=".venv",
+        loop="bench/speed/expo_sampling.py loop",
     ),
 }
 
@@ -171,13 +165,10 @@ def make_file(path: Path, rows: int) -> None:
     random = np.random.default_rng(0)
     with h5py.File(path, "w") as file:
         obs = random.standard_normal((rows + 1, 17), np.float32)
-        parts: dict[str, NDArray[Any]] = {"observations": obs[:-1], "next_observations": obs[1:]}
-        parts |= {"actions": np.tanh(random.standard_normal((rows, 6), np.float32))}
-        parts |= {key: random.standard_normal(rows, np.float32) for key in ("rewards", "infos/action_log_probs")}
-        parts |= {f"infos/{key}": random.standard_normal((rows, 9)) for key in ("qpos", "qvel")}
-        parts |= {"terminals": np.zeros(rows, bool), "timeouts": np.arange(rows) % 1000 == 999}
-        for key, values in parts.items():
-            file.create_dataset(key, data=values, compression="gzip")
+        file["observations"], file["next_observations"] = obs[:-1], obs[1:]
+        file["actions"] = np.tanh(random.standard_normal((rows, 6), np.float32))
+        file["rewards"] = random.standard_normal(rows, np.float32)
+        file["terminals"], file["timeouts"] = np.zeros(rows, bool), np.arange(rows) % 1000 == 999
         file.attrs["action_low"], file.attrs["action_high"] = -1.0, 1.0
 
 
@@ -190,33 +181,26 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 def peers(args: Args) -> list[str]:
     """Those to be run; on a GPU Stable-Baselines3, which goes there by itself."""
-    known: list[str] = [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
-    return known if args.device == "cpu" else [peer for peer in known if peer == "sb3"]
+    asked = [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
+    return [peer for peer in asked if args.device == "cpu" or peer == "sb3"]
 
 
 def python_of_peers(args: Args) -> Path:
     """The Python that has them installed."""
-    return args.peers_python or ROOT / ALGORITHMS[args.algo].venv / "bin" / "python"
+    return args.peers_python or ROOT / VENVS[ALGORITHMS[args.algo].peers[0]] / "bin" / "python"
 
 
 def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     """The command of every contender, ours first and the floor last."""
     algorithm = ALGORITHMS[args.algo]
-    theirs, data = dict(algorithm.peer_arguments), str((args.dataset or folder / "data.hdf5").resolve())
+    data = str((args.dataset or folder / "data.hdf5").resolve())
     env_id = args.env if algorithm.offline else counted(args.env)
-    steps = ["--dataset", data] if algorithm.dataset else ["--total-steps", str(FOREVER)]
-    if algorithm.offline:
-        steps += ["--offline-steps", str(FOREVER)]
-        places = [data, str(folder / "d3rlpy")]
-    else:
-        places = [env_id, str(args.num_envs)]
-        if "n_steps" in theirs:  # theirs are those of each environment
-            theirs["n_steps"] //= args.num_envs
     ours = shlex.split(args.ours) if args.ours else [sys.executable, *shlex.split(algorithm.ours)]
     if algorithm.flags:
-        ours += ["--env", env_id, *steps, "--eval-every", str(FOREVER)]
-        ours += ["--run-dir", str(folder / "run"), "--seed", "0", "--num-envs", str(args.num_envs)]
-        ours += ["--device", args.device]
+        ours += ["--env", env_id, *(["--dataset", data] if algorithm.dataset else ["--total-steps", str(FOREVER)])]
+        ours += ["--offline-steps", str(FOREVER)] if algorithm.offline else []
+        ours += ["--eval-every", str(FOREVER), "--run-dir", str(folder / "run"), "--seed", "0"]
+        ours += ["--num-envs", str(args.num_envs), "--device", args.device]
     else:
         ours.append(env_id)
     lines = {"ours": ours}
@@ -225,15 +209,15 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
             lines[name] = [*ours, flag]
             lines[name][ours.index("--run-dir") + 1] = str(folder / RUNS[name])
     for peer in peers(args):
-        lines[peer] = [
-            str(python_of_peers(args)),
-            "bench/speed/peer.py",
-            algorithm.peers[peer],
-            *places,
-            json.dumps(theirs),
-        ]
-    if "loop" in lines:
-        lines["loop"] = [sys.executable, *shlex.split(algorithm.peers["loop"]), env_id]
+        if peer == "loop":
+            lines[peer] = [sys.executable, *shlex.split(algorithm.loop), env_id]
+            continue
+        theirs = dict(algorithm.arguments)
+        if "n_steps" in theirs:  # theirs are those of each environment
+            theirs["n_steps"] //= args.num_envs
+        places = [data, str(folder / "d3rlpy")] if algorithm.offline else [env_id, str(args.num_envs)]
+        program = [str(python_of_peers(args)), "bench/speed/peer.py", f"{MODULES[peer]}:{args.algo.upper()}"]
+        lines[peer] = [*program, *places, json.dumps(theirs)]
     if args.algo in PRODUCTS and args.device == "cpu":
         lines["floor"] = [sys.executable, "bench/speed/matmul_floor.py", args.algo, env_id]
     return lines
@@ -241,17 +225,16 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
 
 def describe(args: Args) -> dict[str, str]:
     """What a reader of the figures must know to judge them."""
-    offline = ALGORITHMS[args.algo].offline
-    where = f"on a dataset of {args.env}" if offline else f"on {args.env}, {args.num_envs} environment(s)"
+    offline, machine = ALGORITHMS[args.algo].offline, hardware(torch.device("cpu"))
+    where = f"a dataset of {args.env}" if offline else f"{args.env}, {args.num_envs} environment(s)"
+    dataset = args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"
     return {
-        "algorithm": f"{args.algo} {where}",
-        **(
-            {"dataset": args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"} if offline else {}
-        ),
+        "algorithm": f"{args.algo} on {where}",
+        **({"dataset": dataset} if offline else {}),
         "device": accelerator() if args.device == "cuda" else "the processor",
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
         "commit": commit(),
-        "processor": f"{processor()}, {os.cpu_count()} cores",
+        "processor": f"{machine['cpu']}, {machine['cores']} cores",
         "system": platform.platform(),
         "ours": args.ours or ALGORITHMS[args.algo].ours,
         "versions of ours": versions(sys.executable),
@@ -274,10 +257,11 @@ def update_times(metrics: Path, start: int) -> list[float]:
 
 def main(args: Args) -> None:
     """Warm everyone up alone, alternate, report."""
-    if args.device == "cuda" and not ALGORITHMS[args.algo].flags:
+    algorithm = ALGORITHMS[args.algo]
+    if args.device == "cuda" and not algorithm.flags:
         raise ContenderError(f"{args.algo}'s part that is measured runs on the CPU: leave --device cuda away")
     if peers(args) and not python_of_peers(args).exists():
-        cure = f"make {ALGORITHMS[args.algo].venv}/installed, or leave --peers empty"
+        cure = f"make {VENVS[algorithm.peers[0]]}/installed, or leave --peers empty"
         raise ContenderError(f"{python_of_peers(args)} is missing: {cure}")
     facts = describe(args)
     for key, value in facts.items():
@@ -285,32 +269,26 @@ def main(args: Args) -> None:
     stamp = time.strftime("%Y-%m-%dT%H%M%S")
     out = args.out or ROOT / "results" / "speed" / f"{args.algo}-{args.env.replace('/', '_')}-{stamp}.csv"
     with contest() as (contenders, folder):
-        losses = {name: folder / run / "metrics.csv" for name, run in RUNS.items()}
-        metrics = losses["ours"]
-        algorithm = ALGORITHMS[args.algo]
         if algorithm.dataset and not args.dataset:
             make_file(folder / "data.hdf5", TRANSITIONS)
         for name, command in commands(args, folder).items():
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
-            # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
-            online = algorithm.flags and not algorithm.offline
-            needs = {"learns": partial(has_losses, losses[name])} if name in losses and online else {}
-            contenders.append(Contender(name, command, environment(args.device), folder, warm, cwd=ROOT, **needs))
-            contenders[-1].warm_up(WARM_UP_TIMEOUT)
-            facts[f"threads of {name}"] = str(contenders[-1].threads())
-            print(f"threads of {name}: {contenders[-1].threads()}", flush=True)
+            contender = Contender(name, command, environment(args.device), folder, warm)
+            if name in RUNS and algorithm.flags and not algorithm.offline:
+                # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
+                contender.learns = partial(has_losses, folder / RUNS[name] / "metrics.csv")
+            contenders.append(contender)
+            contender.warm_up(WARM_UP_TIMEOUT)
+            facts[f"threads of {name}"] = str(contender.threads())
+            print(f"threads of {name}: {contender.threads()}", flush=True)
+        metrics = folder / RUNS["ours"] / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
-        rounds: list[list[Slice]] = []
-        for slices in alternate(contenders, args.rounds, args.slice_seconds):
-            rounds.append(slices)
-            rates = ", ".join(f"{s.contender} {s.steps_per_second:.1f}" for s in slices)
-            print(f"round {len(rounds)}: {rates}", flush=True)
-            write_rounds(out, facts, rounds)  # after every round, so that an interrupted run leaves what it measured
+        slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)
         updates = update_times(metrics, start) if args.device == "cpu" else []  # to a GPU they are only sent
         if updates:
             facts["our update alone in ms"] = f"{statistics.median(updates):.3f}"
-            write_rounds(out, facts, rounds)
-        print(report(rounds, updates))
+            write_rounds(out, facts, slices)
+        print(report(slices, updates))
     print(f"\nraw rounds: {out}")
 
 

@@ -4,6 +4,7 @@
 whatever program is given such an id is counted alike, without its knowing and without a line of it being changed.
 """
 
+import dataclasses
 import mmap
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import WrapperSpec
 
 COUNTER_FILE = "ONRAMP_STEP_COUNTER"  # the environment variable that names the file
 SLOT_BYTES = 8
@@ -69,18 +71,10 @@ def counted(env_id: str) -> str:
 def register_counted(env_id: str) -> None:
     """Register the counted twin of `env_id`: the same specification with one more wrapper around it."""
     spec = gymnasium.registry[env_id]
-    counter = gymnasium.envs.registration.WrapperSpec("CountSteps", f"{__name__}:CountSteps", kwargs={})
-    gymnasium.register(
-        id=f"Counted/{env_id}",
-        entry_point=spec.entry_point,
-        reward_threshold=spec.reward_threshold,
-        nondeterministic=spec.nondeterministic,
-        max_episode_steps=spec.max_episode_steps,
-        order_enforce=spec.order_enforce,
-        disable_env_checker=spec.disable_env_checker,
-        additional_wrappers=(*spec.additional_wrappers, counter),
-        kwargs=spec.kwargs,
-    )
+    counter = WrapperSpec("CountSteps", f"{__name__}:CountSteps", kwargs={})
+    wrappers = (*spec.additional_wrappers, counter)
+    twin = dataclasses.replace(spec, id=f"Counted/{env_id}", additional_wrappers=wrappers, vector_entry_point=None)
+    gymnasium.registry[twin.id] = twin
 
 
 for _env_id in [env_id for env_id in gymnasium.registry if "/" not in env_id]:

@@ -2,17 +2,18 @@
 
 import dataclasses
 import importlib
+import itertools
 import math
 import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from bench.sweep.sweep_task import ROOT, Job
+from common.arguments import converted, described
 from common.command_line import parse
 from common.errors import InputError
 
@@ -25,10 +26,10 @@ PEERS = ("iql", "cql")
 class Entry:
     """A [[runs]] of a suite: every algorithm, on every environment and dataset, with every seed."""
 
-    algo: list[str]
-    envs: list[str] = field(default_factory=list)
-    datasets: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=lambda: [1])
+    algo: tuple[str, ...]
+    envs: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (1,)
     flags: str = ""  # {suites}: the folder of all suites, {run}: <task>/<seed>, as in --init-from {suites}/a/b/{run}
     name: str = ""  # of the folder; that of the algorithm unless given
     label: str = ""  # in the report; the name in capitals unless given
@@ -37,15 +38,13 @@ class Entry:
     memory: float = 0.0  # GiB to set aside; nobody watches that it is enough
 
     def __post_init__(self) -> None:
-        lists = {"algo": str, "envs": str, "datasets": str, "seeds": int}
-        for key, kind in {"flags": str, "name": str, "label": str, "cpus": int, "gpus": float, "memory": float}.items():
-            if not isinstance(getattr(self, key), (kind, int) if kind is float else kind):
-                raise InputError(f"{key} is {getattr(self, key)!r}, which is no {kind.__name__}")
-        for key, kind in lists.items():
-            given = getattr(self, key)
-            if not (isinstance(given, list) and all(isinstance(value, kind) and value != "" for value in given)):
-                raise InputError(f"{key} is {getattr(self, key)!r}: give {kind.__name__}s")
-        if not (self.algo and self.envs + self.datasets and self.seeds and self.cpus > 0):
+        for key, kind in get_type_hints(Entry).items():
+            try:
+                setattr(self, key, converted(getattr(self, key), kind))
+            except ValueError:
+                raise InputError(f"{key} is {getattr(self, key)!r}: give {described(kind)}") from None
+        tasks = self.envs + self.datasets
+        if not (self.algo and tasks and self.seeds and self.cpus > 0 and all(self.algo + tasks)):
             raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
         if not all(0 <= value < math.inf for value in (self.gpus, self.memory, *self.seeds)):
             raise InputError("nothing in a run is below 0, or not finite")
@@ -107,7 +106,7 @@ def planned(suite: str) -> dict[str, dict[str, Planned]]:
     """Return what is planned of each name in `labels` on each task."""
     found: dict[str, dict[str, Planned]] = {name: {} for name in labels(suite)}
     for entry in read_suite(suite)[1]:
-        flags = dict(pairwise(entry.words))
+        flags = dict(itertools.pairwise(entry.words))
         steps = next(flags[key] for key in ("--total-steps", "--online-steps", "--offline-steps") if key in flags)
         plan = Planned(len(entry.seeds), int(steps))
         for name in [entry.name] if entry.name else entry.algo:
@@ -134,16 +133,13 @@ def task_name(task: str) -> str:
 
 def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
     tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
-    for algo in entry.algo:
-        for flag, task in tasks:
-            name = task_name(task)
-            for seed in entry.seeds:
-                into = Path(entry.name or algo) / name / str(seed)
-                own = f"{name}/{seed}"
-                flags = [w.replace("{suites}", str(folder.parent)).replace("{run}", own) for w in entry.words]
-                fixed = (f"algos/{algo}.py", flag, task, *flags)
-                refuse_wrong_flags(algo, fixed)
-                yield Job((*fixed, "--seed", str(seed)), folder / into, seed, entry.cpus, entry.gpus, entry.memory)
+    for algo, (flag, task) in itertools.product(entry.algo, tasks):
+        command, name = (f"algos/{algo}.py", flag, task), task_name(task)
+        refuse_wrong_flags(algo, (*command, *entry.words))  # once for all seeds, which change none
+        for seed in entry.seeds:
+            flags = [w.replace("{suites}", str(folder.parent)).replace("{run}", f"{name}/{seed}") for w in entry.words]
+            into = folder / (entry.name or algo) / name / str(seed)
+            yield Job((*command, *flags, "--seed", str(seed)), into, seed, entry.cpus, entry.gpus, entry.memory)
 
 
 def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
