@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pandas as pd  # type: ignore[import-untyped]
+import pandas as pd
 
 from bench.report.aggregates import learning_table, settings_table
 from bench.report.curves import online, published, successes

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import pandas as pd  # type: ignore[import-untyped]
+import pandas as pd
 import psutil
 
 from bench.speed.step_counter import COUNTER_FILE, read_steps
