@@ -281,7 +281,7 @@ def with_networks(args: Args) -> Args:
     theirs = run_config(own if exists(own / "checkpoint" / "state.pt") else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
-    was = theirs["arguments"]
+    was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
