@@ -134,6 +134,20 @@ def test_data_of_which_nothing_is_finite_are_described(tmp_path: Path) -> None:
     assert "3 obs" in describe(facts(recording), recording.returns())
 
 
+@pytest.mark.parametrize(
+    "rewards", [[1e16, 1e16 + 2.0, 1e16 + 2.0], [5.0, 5.0, 5.0], [np.nan, np.inf, 1.0], [np.nan, np.inf, -np.inf]]
+)
+def test_returns_that_are_hard_to_draw(tmp_path: Path, rewards: list[float]) -> None:
+    """Huge and nearly equal, all equal, or not finite: three episodes of one step."""
+    recording = read(str(make(tmp_path / "a.hdf5", "ttt", rewards=np.array(rewards))))
+    returns = recording.returns()
+    assert np.array_equal(returns, rewards, equal_nan=True)
+    bars = describe(facts(recording), returns)
+    assert bars.count("█") == np.isfinite(returns).any()
+    draw(returns, "three", tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 def test_compat_is_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(make(tmp_path / "a.hdf5", ENDS))
     main(Args(path))

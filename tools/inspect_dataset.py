@@ -241,22 +241,31 @@ def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
     return "\n".join(lines)
 
 
+def _histogram(returns: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Return the counts of 60 equal bins and their 61 edges, as offsets from the lowest return."""
+    # Offsets, because large returns that are nearly equal leave no room for 60 bins between them.
+    return np.histogram(returns - returns.min(), 60)
+
+
 def _bars(returns: NDArray[np.float64]) -> str:
     finite = returns[np.isfinite(returns)]
     if not len(finite):
         return ""
-    counts = np.histogram(finite, 60)[0]
+    counts, _ = _histogram(finite)
     return "".join(BARS[int(np.ceil(8 * count / counts.max()))] for count in counts)
 
 
 def draw(returns: NDArray[np.float64], title: str, path: Path) -> None:
-    """The distribution of returns, and what share of episodes lies below each."""
+    """Draw the distribution of the finite returns, and the share of episodes with at most each return."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.hist(returns, bins=60, color="tab:blue", alpha=0.6)
     axes.set(title=title, xlabel="return", ylabel="episodes")
+    returns = returns[np.isfinite(returns)]
+    if len(returns):
+        counts, edges = _histogram(returns)
+        axes.stairs(counts, returns.min() + edges, fill=True, color="tab:blue", alpha=0.6)
     share = axes.twinx()
     share.plot(np.sort(returns), np.arange(1, len(returns) + 1) / len(returns), color="tab:orange")
     share.set(ylabel="share of episodes with at most this return", ylim=(0, 1.02))
