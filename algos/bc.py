@@ -1,14 +1,14 @@
-"""Behaviour cloning: a policy regresses on the dataset's actions, all of them or those of the best episodes.
+"""Behaviour cloning: regression on the dataset's actions, either all of them or those of the best episodes.
 
-The baseline of offline papers: actor and loss are those of TD3+BC (Fujimoto and Gu 2021, arXiv 2106.06860) without the
-critic; the best episodes ("10% BC") are chosen as Chen et al. 2021 do, "Decision Transformer", arXiv 2106.01345.
+This is the baseline of offline papers. Actor and loss are those of TD3+BC (Fujimoto and Gu 2021, arXiv 2106.06860)
+without the critic. The best episodes ("10% BC") are chosen as by Chen et al. 2021, "Decision Transformer", arXiv
+2106.01345.
 
     python algos/bc.py --dataset hopper-medium-v2
     python algos/bc.py --dataset hopper-medium-replay-v2 --top-fraction 0.1 --run-dir runs/bc10
 
-Imitation gains nothing online, where the policy's own actions are what it would imitate: online steps are 0 by default.
-They are there because every file that takes a dataset takes them; actions are then the policy's, without noise, which
-would be imitated too.
+Online steps are 0 by default: online, the policy would imitate its own actions and gain nothing. They exist because
+every file that takes a dataset has them. Actions are then taken without noise, since noise would be imitated too.
 """
 
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ class Args(OfflineArgs):
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     top_fraction: Fraction = 1.0
-    """Imitate only the episodes of highest return, those that together hold this share of the transitions."""
+    """Imitate only the episodes of highest return that together hold this share of the transitions."""
 
 
 class Actor(nn.Module):
-    """μ(s): obs [batch, obs_dim] to actions [batch, action_dim]."""
+    """μ(s): map obs [batch, obs_dim] to actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -61,16 +61,16 @@ class BC:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]; the policy is deterministic anyway."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]; the policy is always deterministic."""
         return self.actor(self.obs_normalizer(obs))
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Squared distance from the batch's actions, the mean over transitions and dimensions."""
+        """Return the squared distance from the batch's actions, the mean over transitions and dimensions."""
         loss = (self.actor(batch.obs) - batch.actions).square().mean()
         return loss, {"losses/actor": loss.detach()}
 
     def update(self, batch: Batch) -> Metrics:
-        """One gradient step of the actor."""
+        """Take one gradient step with the actor."""
         actor_loss, metrics = self.actor_loss(batch._replace(obs=self.obs_normalizer(batch.obs)))
         self.actor_optimizer.minimize(actor_loss)
         return metrics

@@ -1,18 +1,20 @@
 """Conservative Q-Learning, CQL(H), and its calibrated form Cal-QL, from offline data to online fine-tuning.
 
-Kumar et al. 2020, "Conservative Q-Learning for Offline Reinforcement Learning", arXiv 2006.04779: SAC whose critics are
-also lowered by log Σ_a exp Q(s, a) and raised at the data's actions. Equation numbers below are that paper's.
+Kumar et al. 2020, "Conservative Q-Learning for Offline Reinforcement Learning", arXiv 2006.04779: SAC whose loss also
+lowers log Σ_a exp Q(s, a) and raises Q at the data's actions. Equation numbers below are that paper's.
 Nakamoto et al. 2023, "Cal-QL: Calibrated Offline RL Pre-Training for Efficient Online Fine-Tuning", arXiv 2303.05479:
-the same, but nothing is lowered below the value of the policy that made the data (`--calibrated`).
+no value is lowered below that of the policy that made the data (`--calibrated`).
 
     python algos/cql.py --dataset hopper-medium-v2
     python algos/cql.py --dataset antmaze-medium-play-v2 --calibrated --online-steps 1000000
     python algos/cql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
 
-As in the authors' code, but not in CQL's paper (docs/cql.md has the rest): the Bellman error has no ½ and the target no
-entropy; actions of π(·|s') too are valued at s, in the log-sum-exp; α's loss is -log α (log π + H̄). Unlike there, every
-loss is computed before anything moves, α too. The networks are sac.py's: Cal-QL's learned scale and offset of log σ and
-its orthogonal start are left out.
+Four choices are the authors' code's and not the paper's (docs/cql.md lists all):
+- The Bellman error has no ½, and the target no entropy.
+- The log-sum-exp also values actions of π(·|s') at s.
+- α's loss is -log α (log π + H̄).
+Two choices are neither's. All losses, α's included, are computed before any network moves. The networks are sac.py's,
+without Cal-QL's learned scale and offset of log σ and its orthogonal initialisation.
 """
 
 import math
@@ -55,7 +57,7 @@ class Args(OfflineArgs):
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at every update."""
+    """Step of the target critics towards the critics, at each update."""
     actor_lr: float = 1e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
@@ -63,7 +65,7 @@ class Args(OfflineArgs):
     alpha_lr: float = 1e-4
     """Learning rate of the temperature."""
     bc_steps: NonNegativeInt = 0
-    """First updates in which the actor imitates the data's actions instead (the authors' code: 40 000)."""
+    """Number of first updates in which the actor imitates the data's actions instead (the authors' code: 40,000)."""
 
     # Bellman target
     max_target_backup: bool = BY_DOMAIN
@@ -79,23 +81,22 @@ class Args(OfflineArgs):
     cql_temperature: float = 1.0
     """Temperature of the log-sum-exp."""
     importance_sampling: bool = BY_DOMAIN
-    """Divide by the density each action was drawn with, CQL(H); else CQL(ρ), where the data's action is one more; by
-    the dataset's domain."""
+    """Divide by the density that each action was drawn with, CQL(H). Otherwise CQL(ρ), in which the data's action is
+    one more sample."""
     cql_clip_min: OptionalNumber = None
-    """Where a transition's term is cut off from below (CORL on AntMaze: -200)."""
+    """Lower bound of a transition's term (CORL on AntMaze: -200)."""
     lagrange_gap: NonNegative = BY_DOMAIN
-    """Gap that a Lagrange multiplier keeps the term at; 0: no multiplier."""
+    """Gap at which a Lagrange multiplier holds the term; 0: no multiplier."""
     calibrated: bool = False
-    """Cal-QL: the policy's actions are lowered to the data's return-to-go and no further."""
+    """Cal-QL: lower the policy's actions to the data's return-to-go and no further."""
 
     # Rewards
     reward_scale: float = BY_DOMAIN
-    """Each reward is multiplied by this."""
+    """Factor of each reward."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward then."""
+    """Added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success. Episodes of nothing else count as endless ones in
-    Cal-QL's returns-to-go."""
+    """Raw reward of a step without success. Cal-QL's returns-to-go treat an episode of such steps alone as endless."""
 
 
 # Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL, steps Cal-QL's; maze2d, adroit: CORL.
@@ -119,7 +120,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Actor(nn.Module):
-    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+    """π(a|s): map obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -152,25 +153,28 @@ class CQL:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
         policy = self.actor(obs)
         return policy.mode if deterministic else policy.sample(self.generator)
 
     @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
-        """y = r + γ min_i Q̄_i(s', a'), or the largest such of several a' (max_target_backup): [batch]."""
+        """Return y = r + γ min_i Q̄_i(s', a'), or its maximum over several a' (max_target_backup): [batch]."""
         count = self.args.cql_actions if self.args.max_target_backup else 1
         actions, log_prob = self.actor(batch.next_obs).expand(count).rsample(self.generator)
         next_value, best = self.target_critic(batch.next_obs, actions).amin(0).max(0)
         if self.args.backup_entropy:
             next_value = next_value - self.log_alpha.exp() * log_prob.gather(0, best.unsqueeze(0)).squeeze(0)
-        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
     @torch.no_grad()
     def sampled_actions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """n uniform actions, n of π(·|s) and n of π(·|s') for each state, [3n, batch, action_dim], and the logarithms
-        of the densities they were drawn with, [3n, batch]. Without gradient: the term trains the critics alone."""
+        """Draw n uniform actions, n of π(·|s) and n of π(·|s') for each state: [3n, batch, action_dim].
+
+        Also return the log-densities that they were drawn with, [3n, batch]. There is no gradient, because the term
+        trains the critics alone.
+        """
         shape = (self.args.cql_actions, *batch.actions.shape)
         uniform = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
         current, log_prob = self.actor(batch.obs).expand(self.args.cql_actions).rsample(self.generator)
@@ -179,16 +183,18 @@ class CQL:
         return torch.cat([uniform, current, following]), torch.cat([log_density, log_prob, following_log_prob])
 
     def conservative_term(self, values: Tensor, log_density: Tensor, returns_to_go: Tensor | None) -> Tensor:
-        """log Σ_a exp Q_i(s, a) - Q_i(s, a_data) of every critic, eq. 4: [critics]; values [critics, 3n + 1, batch]
-        are those of the proposals and, last, of the data's actions."""
+        """Return log Σ_a exp Q_i(s, a) - Q_i(s, a_data) of every critic (eq. 4): [critics].
+
+        `values` [critics, 3n + 1, batch] are those of the sampled actions and, last, of the data's actions.
+        """
         proposed, data = values[:, :-1], values[:, -1]
         if self.args.calibrated:
             if returns_to_go is None:
                 raise ValueError("Cal-QL (calibrated) needs batches with returns_to_go")
-            # Cal-QL's max(Q, G): below G(s) it has no gradient in Q. Uniform actions and the data's have no bound.
+            # Cal-QL's max(Q, G) has no gradient in Q below G(s). Uniform actions and the data's have no bound.
             uniform, by_policy = proposed.tensor_split([self.args.cql_actions], dim=1)
             proposed = torch.cat([uniform, torch.maximum(by_policy, returns_to_go)], dim=1)
-        if self.args.importance_sampling:  # the sum over all actions: those drawn, each over its density (appendix F)
+        if self.args.importance_sampling:  # a sum over all actions: samples, each over its density (appendix F)
             entries = proposed - log_density
         else:
             entries = torch.cat([proposed, data.unsqueeze(1)], dim=1)
@@ -199,10 +205,10 @@ class CQL:
         return difference.mean(1)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """Bellman error and conservative term of every critic, eq. 4; also that term alone [critics], for α'."""
+        """Return Bellman error plus conservative term, summed over the critics (eq. 4), and the term for α'."""
         target = self.target(batch)
         proposals, log_density = self.sampled_actions(batch)
-        # One forward for the 3n + 1 actions of every state.
+        # One forward pass for the 3n + 1 actions of every state.
         values = self.critic(batch.obs, torch.cat([proposals, batch.actions.unsqueeze(0)]))
         bellman_error = (values[:, -1] - target).square().mean(1)
         term = self.conservative_term(values, log_density, batch.returns_to_go)
@@ -213,11 +219,11 @@ class CQL:
         return loss, term.detach(), {name: value.detach() for name, value in metrics.items()}
 
     def actor_loss(self, batch: Batch, imitate: bool = False) -> tuple[Tensor, Tensor, Metrics]:
-        """SAC's: α log π - min_i Q_i (to `imitate`: with log π(a_data|s) for Q); also log π [batch]."""
+        """Return SAC's α log π - min_i Q_i, and log π [batch]. With `imitate`, log π(a_data|s) replaces Q."""
         policy = self.actor(batch.obs)
         actions, log_prob = policy.rsample(self.generator)
         if imitate:
-            value = policy.log_prob(batch.actions)  # of the data's actions, not of those just drawn
+            value = policy.log_prob(batch.actions)  # of the data's actions, not of the samples
         else:
             with frozen(self.critic):  # the gradient passes through the critics and stops there
                 value = self.critic(batch.obs, actions).amin(0)
@@ -225,28 +231,28 @@ class CQL:
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
-        """Moves α until the policy's entropy is H̄."""
+        """Return the loss that moves α until the policy's entropy is H̄."""
         loss = -self.log_alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": self.log_alpha.detach().exp()}
 
     def lagrange_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
-        """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not (appendix F)."""
+        """Return the loss that raises the multiplier α' if the term exceeds the gap, else lowers it (appendix F)."""
         alpha_prime = self.log_lagrange.exp()
         loss = -(alpha_prime * self.cql_weight * (term - self.lagrange_gap)).mean()
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
 
     def update(self, batch: Batch, imitate: bool = False) -> Metrics:
-        """One gradient step of each network; all losses are those of the networks as they stood before."""
+        """Take one gradient step with each network. All losses are computed before the first step."""
         actor_loss, log_prob, metrics = self.actor_loss(batch, imitate)
         critic_loss, term, critic_metrics = self.critic_loss(batch)
-        self.actor_optimizer.minimize(actor_loss)  # before the critics, through which its gradient passes
+        self.actor_optimizer.minimize(actor_loss)  # before the critics move: its gradient passes through them
         self.critic_optimizer.minimize(critic_loss)
         alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
         self.alpha_optimizer.minimize(alpha_loss)
         if self.lagrange_gap > 0:
             lagrange_loss, alpha_prime_metrics = self.lagrange_loss(term)
             self.lagrange_optimizer.minimize(lagrange_loss)
-            # α' <= 1e6. Clamped inside the loss, it would have no gradient there and never come back.
+            # α' <= 1e6. A clamp inside the loss would have no gradient there, and α' would never return.
             self.log_lagrange.detach().clamp_(max=math.log(1e6))
             metrics |= alpha_prime_metrics
         self.update_target_critic()

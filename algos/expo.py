@@ -1,5 +1,4 @@
-"""EXPO: a diffusion policy that only imitates, small edits of its actions that reinforcement learning makes, and the
-best of both by the critics, drawn anew wherever an action is needed.
+"""EXPO: a diffusion policy that only imitates, a learned policy that edits its actions, and critics that choose.
 
 Dong, Li, Sadigh and Finn 2025, "EXPO: Stable Reinforcement Learning with Expressive Policies", arXiv 2507.07986. The
 base policy is a DDPM (Ho et al. 2020, arXiv 2006.11239) as in IDQL (Hansen-Estruch et al. 2023, arXiv 2304.10573); the
@@ -8,7 +7,7 @@ critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv
     python algos/expo.py --dataset antmaze-large-diverse-v2 --offline-steps 500000 --online-steps 200000  # fine-tuning
     python algos/expo.py --dataset data/pen-binary-time.hdf5 --online-steps 20000 --size small  # online, with data
 
-Here log α is held below 20: with most tasks' small edits the target entropy is out of reach, and α grows for ever.
+Here log α is held below 20. On most tasks edits are too small to reach the target entropy, and α grows without end.
 """
 
 import copy
@@ -44,25 +43,25 @@ class Args(OfflineArgs):
     retain: Literal["none", "append", "mix"] = "mix"
     """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
     random_steps: NonNegativeInt = BY_DOMAIN
-    """Uniform random steps before learning, where nothing was learned offline."""
+    """Environment steps with uniform random actions before the first online update, if nothing was learned offline."""
     utd: int = BY_SIZE
-    """Critic updates for each environment step; base policy and edits learn once, from the last batch."""
+    """Critic updates for each environment step; base and edit policy learn once, from the last batch."""
 
     # Networks
     size: Literal["paper", "small"] = "paper"
-    """The paper's, or what a laptop can run: sets what is said to be by --size."""
+    """Size of networks and updates: the paper's, or one that a laptop can run. It sets every flag `by --size`."""
     policy: Literal["diffusion", "flow"] = "diffusion"
     """The base policy: DDPM, or flow matching with Euler steps."""
     hidden: tuple[int, ...] = BY_SIZE
     """Widths of the hidden layers of critics and edit policy."""
     width: int = BY_SIZE
-    """Of the base policy's residual stream."""
+    """Width of the base policy's residual stream."""
     blocks: int = BY_SIZE
     """Residual blocks of the base policy."""
     critics: int = 10
     """Critics."""
     target_critics: int = BY_DOMAIN
-    """How many, drawn anew each time, choose an action, and how many value it."""
+    """Critics that choose an action, and critics that value it, drawn each time without replacement."""
     dropout: Probability = BY_DOMAIN
     """Dropout in the edit policy's hidden layers."""
 
@@ -70,37 +69,37 @@ class Args(OfflineArgs):
     denoising_steps: int = 10
     """Steps T of the base policy from noise to an action."""
     base_samples: int = BY_SIZE
-    """Base samples N in each choice."""
+    """Base samples N among the candidates of each choice."""
     edits: NonNegativeInt = BY_SIZE
-    """Of which M are edited too."""
+    """Number M of them that are also edited."""
     edit_scale: float = BY_DOMAIN
     """Largest change β that an edit makes to an action in [-1, 1]."""
     base_candidates: bool = True
-    """Choose among base samples and edits, else among the edits alone."""
+    """Choose among base samples and edited samples; otherwise among the edited samples alone."""
     best_backup: bool = True
-    """Back up the best candidate, else the first: a base sample, edited where there are edits."""
+    """Back up the best candidate; otherwise one sample, edited if there are edits."""
     soft_selection: NonNegative = 0.0
-    """κ of drawing a candidate with probability ∝ exp(κ Q); 0: the best is taken."""
+    """κ: draw a candidate with probability ∝ exp(κ Q); 0: take the best."""
 
     # Learning
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at every update of theirs."""
+    """Step of the target critics towards the critics, at each update of the critics."""
     base_tau: Fraction = 0.001
-    """Step of the base policy that acts towards the one that learns, at every update."""
+    """Step of the acting base policy, an average, towards the learning one, at each of its updates."""
     actor_lr: float = 3e-4
-    """Learning rate of base and edit policy; falls to 0 as a cosine."""
+    """Initial learning rate of base and edit policy; it falls to 0 as a cosine."""
     decay_updates: int = 3_000_000
-    """Over so many updates of each."""
+    """Updates of each over which that learning rate falls to 0."""
     weight_decay: NonNegative = 1e-4
-    """Of the base policy."""
+    """Weight decay of the base policy."""
     critic_lr: float = 3e-4
     """Learning rate of the critics."""
     alpha_lr: float = 3e-4
     """Learning rate of the temperature."""
     adjust_target_entropy: bool = False
-    """Let the target entropy be that of unscaled edits, which every edit scale can reach."""
+    """Take the target entropy of unscaled edits, which every edit scale can reach."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Added to each reward."""
 
@@ -137,7 +136,7 @@ BASE, BASE_ARGS = ("base", "base_average", "base_optimizer"), ("policy", "denois
 
 
 class EditPolicy(nn.Module):
-    """π(ê|s, a): obs and actions [..., batch, ·] to a tanh-Gaussian over edits [..., batch, action_dim]."""
+    """π(ê|s, a): map obs and actions [..., batch, ·] to a tanh-Gaussian over edits [..., batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -182,9 +181,9 @@ class EXPO:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim], the best of the candidates; they may lie outside of [-1, 1].
+        """Return the best candidates [n, action_dim] for obs [n, obs_dim]; they may lie outside [-1, 1].
 
-        `deterministic`: clipped, and with the same noise at every call unless a generator is args.
+        If `deterministic`, they are clipped, and unless a generator is given, each call draws the same noise.
         """
         generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
         actions = self.select_best_action(obs, self.candidates(self.base_average, obs, generator), generator)
@@ -196,28 +195,30 @@ class EXPO:
 
     @torch.no_grad()
     def sample(self, base: Denoiser, obs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """`count` actions of the base policy for each state: [count, batch, action_dim]."""
+        """Draw `count` actions of the base policy for each state: [count, batch, action_dim]."""
         noise = self.normal(count, len(obs), self.action_dim, generator=generator)
         return self.process.sample(partial(base, obs), noise, generator)
 
     @torch.no_grad()
     def candidates(self, base: Denoiser, obs: Tensor, generator: torch.Generator) -> Tensor:
-        """N base samples for each state, and M of them edited: [N + M, batch, action_dim]. Not clipped."""
+        """Draw N base samples for each state, and edit M of them: [N + M, batch, action_dim], not clipped."""
         actions = self.sample(base, obs, self.base_samples, generator)
         edited = actions[: self.edits]
         edited = edited + self.edit_scale * self.edit(obs, edited, generator).sample(generator)
         return torch.cat([actions, edited]) if self.args.base_candidates else edited
 
     def subset(self, generator: torch.Generator) -> Tensor:
-        """Which critics count this time: [target_critics], without replacement."""
+        """Draw the critics of one choice or value: [target_critics], without replacement."""
         return torch.rand(self.args.critics, generator=generator, device=self.device).argsort()[: self.target_critics]
 
     @torch.no_grad()
     def select_best_action(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
-        """The on-the-fly policy: of the candidates [k, batch, action_dim] those with the highest value by the smallest
-        target critic drawn, [batch, action_dim]."""
+        """Return the candidate of highest value for each state: [batch, action_dim] (the on-the-fly policy).
+
+        Candidates are [k, batch, action_dim]. A value is that of the smallest target critic drawn.
+        """
         values = self.target_critic(obs, candidates, self.subset(generator)).amin(0)
-        if self.args.soft_selection:  # the highest of κ Q plus Gumbel noise is a draw from the softmax
+        if self.args.soft_selection:  # the largest of κ Q plus Gumbel noise is a sample of the softmax
             uniform = torch.rand(values.shape, generator=generator, device=self.device)
             values = self.args.soft_selection * values - torch.log(-torch.log(uniform.clamp(1e-20)))
         chosen = values.argmax(0).view(1, -1, 1).expand(1, -1, self.action_dim)
@@ -225,30 +226,33 @@ class EXPO:
 
     @torch.no_grad()
     def target(self, batch: Batch, candidates: Tensor) -> Tensor:
-        """y = r + γ min_{i ∈ S₂} Q̄_i(s', a*), S₂ not the subset that chose a*: [batch]."""
+        """Return y = r + γ min_{i ∈ S₂} Q̄_i(s', a*): [batch]. S₂ is not the subset that chose a*."""
         if self.args.best_backup:
             next_actions = self.select_best_action(batch.next_obs, candidates, self.generator)
         else:
             next_actions = candidates[self.base_samples if self.edits and self.args.base_candidates else 0]
         next_value = self.target_critic(batch.next_obs, next_actions, self.subset(self.generator)).amin(0)
-        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
     def critic_loss(self, batch: Batch, candidates: Tensor) -> tuple[Tensor, Metrics]:
-        """Bellman error of every critic; `candidates` [k, batch, action_dim] are for next_obs."""
+        """Return the squared Bellman error; `candidates` [k, batch, action_dim] are those of next_obs."""
         values = self.critic(batch.obs, batch.actions)
         loss = (values - self.target(batch, candidates)).square().mean()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def base_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Denoising: ‖ε(s, √ᾱ_t a + √(1 - ᾱ_t) ε, t) - ε‖²; flow matching: ‖v(s, (1 - t) ε + t a, t) - (a - ε)‖²."""
+        """Return the error of the base policy on the batch's actions.
+
+        Diffusion: ‖ε(s, √ᾱ_t a + √(1 - ᾱ_t) ε, t) - ε‖². Flow matching: ‖v(s, (1 - t) ε + t a, t) - (a - ε)‖².
+        """
         noise = self.normal(*batch.actions.shape)
         errors = self.process.errors(partial(self.base, batch.obs), batch.actions, noise, self.generator)
         loss = errors.square().sum(-1).mean()
         return loss, {"losses/base": loss.detach()}
 
     def edit_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """α log π(β ê|s, a) - mean_i Q_i(s, a + β ê), a the batch's action; also log π [batch], for α."""
+        """Return α log π(β ê|s, a) - mean_i Q_i(s, a + β ê), a the batch's action, and log π [batch] for α."""
         edits, log_prob = self.edit(batch.obs, batch.actions, self.generator, self.dropout).rsample(self.generator)
         log_prob = log_prob - self.log_scale
         with frozen(self.critic):  # the gradient passes through the critics and stops there
@@ -257,19 +261,19 @@ class EXPO:
         return loss, log_prob.detach(), {"losses/edit": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
-        """Moves α until the entropy of the edits is H̄."""
+        """Return the loss that moves α until the entropy of the edits is H̄."""
         loss = -self.log_alpha.exp() * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/log_alpha": self.log_alpha.detach().clone()}
 
     def imitate(self, batch: Batch) -> Metrics:
-        """One gradient step of the base policy, which no value reaches."""
+        """Take one gradient step with the base policy, which no critic influences."""
         base_loss, metrics = self.base_loss(batch)
         self.base_optimizer.minimize(base_loss)
         self.update_average_base()
         return metrics
 
     def update(self, batch: Batch, online: bool = True) -> Metrics:
-        """The critics step on each `batch_size` of the batch in turn; base policy, edits and α once, on the last."""
+        """Step the critics on each `batch_size` of the batch in turn, then base policy, edits and α on the last."""
         if not online:  # pre-training
             return self.imitate(batch)
         candidates = self.candidates(self.base, batch.next_obs, self.generator)
@@ -289,7 +293,7 @@ class EXPO:
         return metrics | edit_metrics | alpha_metrics
 
     def decay(self, step: int) -> None:
-        """The learning rates of base and edit policy for the update that ends at `step`."""
+        """Set the learning rates of base and edit policy for the update that ends at `step`."""
         done = {self.base_optimizer: step - self.args.span[0], self.edit_optimizer: max(step, 0)}
         for optimizer, updates in done.items():
             passed = min(1.0, updates / self.args.decay_updates)

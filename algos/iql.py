@@ -7,14 +7,14 @@ numbers below are that paper's.
     python algos/iql.py --dataset antmaze-medium-play-v2 --online-steps 1000000
     python algos/iql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
 
-Where public versions differ, this one follows the authors' own code:
-- the policy's Gaussian is not squashed: its mean is a tanh, its σ the same in every state; actions drawn are clipped;
-- V first, then the policy with the new V, then Q with the new V, then the targets, all on one batch;
-- the policy's learning rate falls to 0 as a cosine where no online steps follow;
-- online, one buffer grows out of the dataset (`--retain append`), and rewards are scaled as the dataset's were (theirs
-  are not, which their script for AntMaze does not need);
-- no observation is normalised.
-What differs here: networks start as PyTorch's layers do (`--orthogonal`: as theirs); docs/iql.md has the comparison.
+Public versions differ. This one follows the authors' code:
+- The policy is a Gaussian. Its mean is a tanh, its σ the same in every state; samples are clipped, not squashed.
+- On each batch, V moves first, then the policy and Q, both with the new V, then the target critics.
+- If no online steps follow, the policy's learning rate falls to 0 as a cosine.
+- Online transitions are appended to the dataset (`--retain append`).
+- Observations are not normalised.
+Two things differ. Layers are initialised as PyTorch does (docs/iql.md compares that with the authors' `--orthogonal`).
+Online rewards are scaled like the dataset's; the authors' script, which is for AntMaze and Adroit, scales none.
 """
 
 import math
@@ -43,9 +43,9 @@ class Args(OfflineArgs):
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers of actor, critics and value."""
     critics: int = 2
-    """Critics; the smallest of their targets counts."""
+    """Critics; V and the policy use the smallest target critic."""
     orthogonal: bool = False
-    """Start every layer orthogonal with gain √2 and without biases, as the authors, not as PyTorch's own layers do."""
+    """Initialise every layer orthogonally with gain √2 and zero biases, as the authors do, not as PyTorch does."""
     dropout: Probability = BY_DOMAIN
     """Dropout in the actor's hidden layers."""
 
@@ -55,11 +55,11 @@ class Args(OfflineArgs):
     temperature: float = BY_DOMAIN
     """β of the policy's weights, eq. 7."""
     max_weight: float = 100.0
-    """Where those weights are cut off."""
+    """Largest of those weights."""
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at every update."""
+    """Step of the target critics towards the critics, at each update."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
@@ -88,13 +88,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def network(sizes: list[int], args: Args, generator: torch.Generator, ensemble: int | None = None) -> MLP:
-    """An MLP, or a stack of them."""
+    """Return an MLP, or a stack of `ensemble` of them."""
     net = mlp(sizes, generator, ensemble)
     return orthogonal(net, generator) if args.orthogonal else net
 
 
 class Actor(nn.Module):
-    """π(a|s) = N(μ(s), σ²): obs [batch, obs_dim] to μ [batch, action_dim] in [-1, 1]; log σ is the same everywhere."""
+    """π(a|s) = N(μ(s), σ²), σ the same in every state: map obs [batch, obs_dim] to μ [batch, action_dim] in [-1, 1]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -106,23 +106,23 @@ class Actor(nn.Module):
         return torch.tanh(self.net(obs))
 
     def forward_with_dropout(self, obs: Tensor, generator: torch.Generator) -> Tensor:
-        """μ with a share of the hidden units left out."""
+        """Return μ with dropout in the hidden layers."""
         return torch.tanh(self.net.forward_with_dropout(obs, self.dropout, generator))
 
     @property
     def clipped_log_std(self) -> Tensor:
-        """log σ in [-5, 2]: a large β would drive it down without end."""
+        """log σ in [-5, 2]: without a bound, a large β would lower it without end."""
         return self.log_std.clamp(-5.0, 2.0)
 
     def log_prob(self, mean: Tensor, actions: Tensor) -> Tensor:
-        """[batch]: log N(a; μ, σ²) of the actions given."""
+        """Return log N(a; μ, σ²) of the actions: [batch]."""
         log_std = self.clipped_log_std
         noise = (actions - mean) * torch.exp(-log_std)
         return (-0.5 * noise.square() - log_std - HALF_LOG_2PI).sum(-1)
 
 
 class Value(nn.Module):
-    """V(s): obs [batch, obs_dim] to [batch]."""
+    """V(s): map obs [batch, obs_dim] to [batch]."""
 
     def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class IQL:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: drawn and clipped, or the mean."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: clipped samples, or the mean."""
         actions: Tensor = self.actor(obs)
         if deterministic:
             return actions
@@ -159,14 +159,14 @@ class IQL:
         return (actions + self.actor.clipped_log_std.exp() * noise).clamp(-1.0, 1.0)
 
     def value_loss(self, batch: Batch, target_values: Tensor) -> tuple[Tensor, Metrics]:
-        """Expectile regression of V on Q of the dataset's actions, eq. 5: L₂^τ(u) = |τ - 1(u < 0)| u²."""
+        """Return the expectile regression of V on Q of the dataset's actions (eq. 5): L₂^τ(u) = |τ - 1(u < 0)| u²."""
         value = self.value(batch.obs)
         u = target_values - value
         loss = (torch.where(u < 0, 1.0 - self.expectile, self.expectile) * u.square()).mean()
         return loss, {"losses/value": loss.detach(), "losses/v": value.detach()}
 
     def actor_loss(self, batch: Batch, advantages: Tensor) -> tuple[Tensor, Metrics]:
-        """Advantage-weighted regression, eq. 7. The weight is cut off, not the advantage, and gets no gradient."""
+        """Return the advantage-weighted regression (eq. 7). The weight is bounded and has no gradient."""
         weights = (self.temperature * advantages).exp().clamp(max=self.max_weight)
         mean = self.actor.forward_with_dropout(batch.obs, self.generator)
         loss = -(weights * self.actor.log_prob(mean, batch.actions)).mean()
@@ -177,19 +177,19 @@ class IQL:
         }
 
     def critic_loss(self, batch: Batch, next_values: Tensor) -> tuple[Tensor, Metrics]:
-        """Bellman residual with V as the next value, eq. 6; termination masks it, truncation does not."""
+        """Return the Bellman residual with V as the next value (eq. 6). Termination masks V; truncation does not."""
         target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_values
         values = self.critic(batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def update(self, batch: Batch) -> Metrics:
-        """One gradient step of each network (the paper's algorithm 1, as its authors' code interleaves the two)."""
+        """Take one gradient step with each network (algorithm 1, interleaved as in the authors' code)."""
         with torch.no_grad():
             target_values = self.target_critic(batch.obs, batch.actions).amin(0)
         value_loss, value_metrics = self.value_loss(batch, target_values)
         self.value_optimizer.minimize(value_loss)
-        with torch.no_grad():  # the new V, of both observations in one forward
+        with torch.no_grad():  # the new V of both observations, in one forward pass
             values, next_values = self.value(torch.cat([batch.obs, batch.next_obs])).chunk(2)
         actor_loss, actor_metrics = self.actor_loss(batch, target_values - values)
         self.actor_optimizer.minimize(actor_loss)
@@ -199,7 +199,7 @@ class IQL:
         return value_metrics | actor_metrics | critic_metrics
 
     def decay(self, step: int) -> None:
-        """The actor's learning rate for the update that ends at `step`: a cosine to 0 where nothing follows."""
+        """Set the actor's learning rate for the update that ends at `step`: a cosine to 0 if no online steps follow."""
         if not self.args.online_steps:
             passed = 1.0 + (step - 1) / self.args.offline_steps
             self.actor_optimizer.lr = self.args.actor_lr * 0.5 * (1.0 + math.cos(math.pi * passed))

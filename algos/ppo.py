@@ -1,18 +1,19 @@
 """Proximal Policy Optimization for continuous actions.
 
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347 (equation numbers below are that
-paper's), with generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) and the details that its
-results rest on (Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization").
+paper's), with generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) and the details that matter for
+its results (Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization").
 
     python algos/ppo.py --env HalfCheetah-v4
 
-Where public versions differ (docs/ppo.md has CleanRL's choices as flags):
-- as in Tianshou, 64 environments share a round of 2 048 steps, advantages are recomputed at every epoch and not
-  normalised, and V is not clipped; rewards are scaled, where Tianshou scales returns (`--return-scaling`);
-- a truncated episode bootstraps from its final observation (CleanRL counts it as terminated:
-  `--treat-truncation-as-termination`);
-- observations' statistics move between rounds only, so that the policy that learns is the one that acted;
-- actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
+Choices where public versions differ (docs/ppo.md lists CleanRL's as flags):
+- As in Tianshou, 64 environments share an iteration of 2,048 steps, advantages are recomputed at every epoch and not
+  normalised, and V is not clipped.
+- Rewards are scaled. Tianshou scales returns (`--return-scaling`).
+- A truncated episode bootstraps from its final observation. CleanRL counts it as terminated
+  (`--treat-truncation-as-termination`).
+- The statistics of observations change between iterations only, so the policy that learns is the one that acted.
+- Actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
 """
 
 import math
@@ -44,29 +45,29 @@ Array = NDArray[np.float32]
 @dataclass
 class Args(OnlineArgs):
     num_envs: int = 64
-    """Environments stepped together; they share a round's steps."""
+    """Environments stepped together; they share an iteration's steps."""
     eval_every: int = 20_000
-    """Environment steps between evaluations, which come at the end of a round."""
+    """Environment steps between evaluations, which take place at the end of an iteration."""
 
     # Networks
     hidden: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers of policy and value function."""
     initial_std: float = 0.6
-    """The policy's standard deviation at the start."""
+    """Initial standard deviation of the policy."""
     actor_gain: float = 0.01
-    """Gain of the orthogonal start of the policy's last layer."""
+    """Gain of the orthogonal initialisation of the policy's last layer."""
     critic_gain: float = 1.0
-    """Gain of the orthogonal start of the value function's last layer."""
+    """Gain of the orthogonal initialisation of the value function's last layer."""
 
     # Learning
     rollout_steps: int = 2_048
-    """Steps of a round, those of all environments added up."""
+    """Environment steps of an iteration, those of all environments added up."""
     epochs: int = 10
-    """Passes over the steps of a round."""
+    """Passes over the steps of an iteration."""
     minibatch_size: int = 64
     """Steps in a gradient step."""
     learning_rate: float = 3e-4
-    """Learning rate at the start; it falls linearly to 0."""
+    """Initial learning rate; it falls linearly to 0."""
     decay_steps: NonNegativeInt = 0
     """Environment steps after which the learning rate is 0; 0: `total_steps`."""
     adam_epsilon: float = 1e-5
@@ -76,7 +77,7 @@ class Args(OnlineArgs):
     gae_lambda: UnitInterval = 0.95
     """λ of the advantage estimate."""
     clip: float = 0.2
-    """ε: how far the ratio of new to old probability may count."""
+    """ε: bound of the ratio of new to old probability, 1 ± ε."""
     value_clip: bool = False
     """Clip the change of the value function by ε too."""
     value_coefficient: float = 0.25
@@ -84,13 +85,13 @@ class Args(OnlineArgs):
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
     max_gradient_norm: float = 0.5
-    """Longer gradients, over all parameters, are scaled down to this."""
+    """Longest gradient, over all parameters; longer ones are scaled down."""
     normalize_advantages: bool = False
-    """To mean 0 and variance 1 in every minibatch."""
+    """Normalise advantages to mean 0 and variance 1 in every minibatch."""
     recompute_advantages: bool = True
-    """With the present value function, at every epoch."""
+    """Compute advantages at every epoch, with the current value function."""
     return_scaling: bool = False
-    """Scale the value function's targets by the returns' deviation instead of the rewards by that of their sums."""
+    """Scale the value function's targets by the returns' standard deviation, instead of scaling rewards."""
     treat_truncation_as_termination: bool = False
     """Count a truncated episode as terminated, as CleanRL does."""
 
@@ -101,7 +102,7 @@ class Args(OnlineArgs):
 
 
 class Minibatch(NamedTuple):
-    """obs [batch, obs_dim], actions [batch, action_dim], the others [batch]."""
+    """Steps of an iteration: obs [batch, obs_dim], actions [batch, action_dim], the others [batch]."""
 
     obs: Tensor  # normalised
     actions: Tensor
@@ -112,7 +113,7 @@ class Minibatch(NamedTuple):
 
 
 class Actor(nn.Module):
-    """π(a|s) = N(μ(s), σ²), σ the same in every state: `net` maps obs [batch, obs_dim] to μ [batch, action_dim]."""
+    """π(a|s) = N(μ(s), σ²) with the same σ in every state: `net` maps obs [batch, obs_dim] to μ [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -121,17 +122,17 @@ class Actor(nn.Module):
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(args.initial_std)))
 
     def log_prob(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """log π(a|s) [batch] of the actions given."""
+        """Return log π(a|s) of the actions: [batch]."""
         noise = (actions - self.net(obs)) * torch.exp(-self.log_std)
         return -0.5 * noise.square().sum(-1) - (self.log_std + HALF_LOG_2PI).sum()
 
     def entropy(self) -> Tensor:
-        """The Gaussian's, which is the same in every state."""
+        """Return the entropy, which is the same in every state."""
         return (self.log_std + HALF_LOG_2PI + 0.5).sum()
 
 
 class Critic(nn.Module):
-    """V(s): obs [batch, obs_dim] to [batch]."""
+    """V(s): map obs [batch, obs_dim] to [batch]."""
 
     def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class PPO:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: drawn, and perhaps outside of [-1, 1]; or the mean, clipped."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: samples, maybe outside [-1, 1], or the clipped mean."""
         mean: Tensor = self.actor.net(self.obs_normalizer(obs))
         if deterministic:
             return mean.clamp(-1.0, 1.0)
@@ -165,17 +166,17 @@ class PPO:
         return mean + self.actor.log_std.exp() * noise
 
     def policy_loss(self, batch: Minibatch) -> Tensor:
-        """Clipped surrogate objective, eq. 7, to be minimised."""
+        """Return minus the clipped surrogate objective (eq. 7)."""
         ratio = (self.actor.log_prob(batch.obs, batch.actions) - batch.log_probs).exp()
         advantages = batch.advantages
         if self.args.normalize_advantages:
             advantages = F.layer_norm(advantages, advantages.shape, eps=1e-8)
-        # clip(ρ, 1 - ε, 1 + ε) Â, wherever it is below ρ Â, is Â + ε |Â|: a clamp less, forward and back.
+        # clip(ρ, 1 - ε, 1 + ε) Â is Â + ε |Â| wherever it is below ρ Â. This saves a clamp, forward and backward.
         bound = advantages.add(advantages.abs(), alpha=self.args.clip)
         return -torch.minimum(advantages * ratio, bound).mean()
 
     def value_loss(self, batch: Minibatch) -> Tensor:
-        """Squared error of V against the λ-return (eq. 9); the larger of it and that of the clipped V."""
+        """Return the squared error of V against the λ-return (eq. 9), or the larger of it and the clipped V's."""
         returns, values = batch.returns, self.critic(batch.obs)
         if not self.args.value_clip:
             return F.mse_loss(values, returns)
@@ -183,7 +184,7 @@ class PPO:
         return torch.maximum((values - returns).square(), (clipped - returns).square()).mean()
 
     def step(self, batch: Minibatch) -> Metrics:
-        """One gradient step on the sum of the losses, eq. 9."""
+        """Take one gradient step on the sum of the losses (eq. 9)."""
         policy_loss, value_loss = self.policy_loss(batch), self.value_loss(batch)
         loss = policy_loss.add(value_loss, alpha=self.args.value_coefficient)
         if self.args.entropy_coefficient:

@@ -61,7 +61,7 @@ class Args(OfflineArgs):
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at every update of the critics."""
+    """Step of the target critics towards the critics, at each update of the critics."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
@@ -73,7 +73,7 @@ class Args(OfflineArgs):
     backup_entropy: bool = BY_DOMAIN
     """Back up the policy's entropy, as SAC does."""
     target_entropy: AnyNumber = -0.5
-    """Entropy that the temperature leads the policy to, for each dimension of the action."""
+    """Target entropy H̄ for each dimension of the action."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Added to each reward."""
 
@@ -94,7 +94,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Actor(nn.Module):
-    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+    """π(a|s): map obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class RLPD:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
         policy = self.actor(obs)
         return policy.mode if deterministic else policy.sample(self.generator)
 
@@ -134,22 +134,22 @@ class RLPD:
 
     @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
-        """y = r + γ (min_{i ∈ Z} Q̄_i(s', a') - α log π(a'|s')), Z the critics drawn: [batch] (algorithm 1)."""
+        """Return y = r + γ (min_{i ∈ Z} Q̄_i(s', a') - α log π(a'|s')), Z the critics drawn: [batch] (algorithm 1)."""
         next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
         next_value = self.target_critic(batch.next_obs, next_actions, self.subset()).amin(0)
         if self.args.backup_entropy:
             next_value = next_value - self.log_alpha.exp() * next_log_prob
-        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Bellman error, the mean over critics and batch."""
+        """Return the squared Bellman error, the mean over critics and batch."""
         values = self.critic(batch.obs, batch.actions)
         loss = (values - self.target(batch)).square().mean()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """α log π - mean_i Q_i, of all critics; also log π [batch], for α."""
+        """Return α log π - mean_i Q_i over all critics, and log π [batch] for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
             value = self.critic(batch.obs, actions).mean(0)
@@ -157,7 +157,7 @@ class RLPD:
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
-        """Moves α until the policy's entropy is H̄."""
+        """Return the loss that moves α until the policy's entropy is H̄."""
         alpha = self.log_alpha.exp()
         loss = -alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}

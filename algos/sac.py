@@ -7,15 +7,15 @@ are that paper's.
     python algos/sac.py --env Hopper-v4 --seed 2 --total-steps 300000
     python algos/sac.py --env Humanoid-v4 --num-envs 4
 
-Where public versions differ, this one takes the choices behind the best public curves on Gymnasium's v4 environments
-(the SAC baseline of CrossQ, Bhatt et al. 2024), but for the networks' start, which is PyTorch's own: theirs, LeCun
-normal, learned more slowly here (docs/sac.md). In particular:
-- learning rate 1e-3 for actor, critics and temperature (paper: 3e-4);
-- 5 000 steps of uniform random actions first (paper: 1 000 to 10 000, by environment);
-- log σ is clipped to [-20, 2] (others squash it into [-5, 2]);
-- the target backs up entropy with the current α, over the smallest of all critics (as the paper does);
-- α's loss is α (-log π - H̄), whose gradient in log α is scaled by α (paper, eq. 18; others drop that α);
-- actions live in [-1, 1] and the environment's wrapper rescales them, so that H̄ = -|A| means the same everywhere.
+Public versions differ. This one follows the SAC baseline of CrossQ (Bhatt et al. 2024), whose public curves on
+Gymnasium's v4 environments are the best:
+- The learning rate is 1e-3 for actor, critics and temperature (paper: 3e-4).
+- The first 5,000 actions are uniform random (paper: 1,000 to 10,000, by environment).
+- log σ is clipped to [-20, 2] (others squash it into [-5, 2]).
+- The target takes the smallest of all critics and backs up entropy with the current α, as the paper does.
+- α's loss is α (-log π - H̄), so its gradient in log α is scaled by α (eq. 18; others drop that α).
+- Actions are in [-1, 1] and the environment wrapper rescales them, so H̄ = -|A| means the same in every environment.
+One choice is PyTorch's instead: the initialisation. CrossQ's, LeCun normal, learned more slowly here (docs/sac.md).
 """
 
 import math
@@ -49,17 +49,17 @@ class Args(OnlineArgs, OffPolicyArgs):
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at every update."""
+    """Step of the target critics towards the critics, at each update."""
     actor_lr: float = 1e-3
     """Learning rate of the actor."""
     critic_lr: float = 1e-3
     """Learning rate of the critics."""
     alpha_lr: NonNegative = 1e-3
-    """Learning rate of the temperature; 0: it stays as it is."""
+    """Learning rate of the temperature; 0 keeps it constant."""
     alpha: float = 1.0
-    """Temperature at the start."""
+    """Initial temperature."""
     target_entropy: AnyNumber = -1.0
-    """Entropy that the temperature leads the policy to, for each dimension of the action."""
+    """Target entropy H̄ for each dimension of the action."""
     batch_size: int = 256
     """Transitions in an update."""
     utd: int = 1
@@ -73,7 +73,7 @@ class Args(OnlineArgs, OffPolicyArgs):
 
 
 class Actor(nn.Module):
-    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+    """π(a|s): map obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -103,23 +103,23 @@ class SAC:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
         policy = self.actor(obs)
         return policy.mode if deterministic else policy.sample(self.generator)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Soft Bellman residual of every critic, eq. 5 and 6."""
+        """Return the soft Bellman residual, summed over the critics (eq. 5 and 6)."""
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
-            # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+            # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """KL divergence from the policy to exp(Q / α), eq. 7 and 9; also the log-probabilities [batch], for α."""
+        """Return the KL divergence from the policy to exp(Q / α) (eq. 7 and 9), and log π [batch] for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
             value = self.critic(batch.obs, actions).amin(0)
@@ -127,13 +127,13 @@ class SAC:
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
-        """Moves α until the policy's entropy is H̄, eq. 18."""
+        """Return the loss that moves α until the policy's entropy is H̄ (eq. 18)."""
         alpha = self.log_alpha.exp()
         loss = -alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
 
     def update(self, batch: Batch) -> Metrics:
-        """One gradient step of each network (the paper's algorithm 1, its inner loop)."""
+        """Take one gradient step with each network (the inner loop of algorithm 1)."""
         critic_loss, critic_metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)

@@ -7,12 +7,12 @@ Algorithm and equation numbers below are that paper's.
     python algos/td3.py --env Hopper-v4 --seed 2 --total-steps 300000
     python algos/td3.py --env Walker2d-v4 --num-envs 4
 
-Where public versions differ:
-- networks and batch are those of the authors' present code (256 × 256, 256; paper: 400 × 300, 100), the learning rate
-  is the paper's 1e-3, with which the published curves were made (present code: 3e-4);
-- 5 000 steps of uniform random actions first (paper: 1 000 or 10 000, by environment; present code: 25 000);
-- the actor and every target move at each second update, as in the paper's algorithm 1;
-- actions live in [-1, 1] and the environment's wrapper rescales them, so that every noise is in units of their bound.
+Choices where public versions differ:
+- Networks and batch are those of the authors' current code (256 × 256, 256; paper: 400 × 300, 100).
+- The learning rate is the paper's 1e-3, which made the published curves (current code: 3e-4).
+- The first 5,000 actions are uniform random (paper: 1,000 or 10,000, by environment; current code: 25,000).
+- The actor and every target network move at each second update, as in the paper's algorithm 1.
+- Actions are in [-1, 1] and the environment wrapper rescales them, so noise is in units of the action bound.
 """
 
 from dataclasses import dataclass
@@ -44,19 +44,19 @@ class Args(OnlineArgs, OffPolicyArgs):
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the targets towards actor and critics, when the actor is updated."""
+    """Step of the target networks towards actor and critics, at each update of the actor."""
     actor_lr: float = 1e-3
     """Learning rate of the actor."""
     critic_lr: float = 1e-3
     """Learning rate of the critics."""
     policy_delay: int = 2
-    """Critic updates for each update of the actor and the targets."""
+    """Critic updates for each update of the actor and the target networks."""
     exploration_noise: NonNegative = 0.1
     """Standard deviation of the noise on the actions taken."""
     target_noise: NonNegative = 0.2
-    """Standard deviation of the noise on the target's actions (policy smoothing)."""
+    """Standard deviation of the noise on the target's actions (target policy smoothing)."""
     target_noise_clip: NonNegative = 0.5
-    """Where that noise is clipped."""
+    """Bound of that noise."""
     batch_size: int = 256
     """Transitions in an update."""
     utd: int = 1
@@ -70,7 +70,7 @@ class Args(OnlineArgs, OffPolicyArgs):
 
 
 class Actor(nn.Module):
-    """μ(s): obs [batch, obs_dim] to actions [batch, action_dim]."""
+    """μ(s): map obs [batch, obs_dim] to actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -100,32 +100,32 @@ class TD3:
         self.target_noise, self.target_noise_clip = args.target_noise, args.target_noise_clip
 
     def noise(self, actions: Tensor, scale: float) -> Tensor:
-        """Gaussian noise of the actions' shape."""
+        """Return Gaussian noise of the same shape as the actions, with standard deviation `scale`."""
         return scale * torch.randn(actions.shape, generator=self.generator, device=self.device)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: the policy's, with noise for exploration or without."""
+        """Return the policy's actions [n, action_dim] for obs [n, obs_dim], with exploration noise or without."""
         actions: Tensor = self.actor(obs)
         if deterministic:
             return actions
         return (actions + self.noise(actions, self.exploration_noise)).clamp(-1.0, 1.0)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Squared Bellman error of every critic; clipped double Q (eq. 10), target policy smoothing (eq. 15)."""
+        """Return the squared Bellman error, summed over the critics: clipped double Q (eq. 10), smoothing (eq. 15)."""
         with torch.no_grad():
             next_actions = self.target_actor(batch.next_obs)
             noise = self.noise(next_actions, self.target_noise).clamp(-self.target_noise_clip, self.target_noise_clip)
             next_actions = (next_actions + noise).clamp(-1.0, 1.0)
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0)
-            # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+            # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Deterministic policy gradient (algorithm 1): the first critic's value of the policy's actions."""
+        """Return minus the first critic's value of the policy's actions: deterministic policy gradient, algorithm 1."""
         actions = self.actor(batch.obs)
         with frozen(self.critic):  # the gradient passes through the critic and stops there
             value = self.critic(batch.obs, actions, 0)

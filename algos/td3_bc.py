@@ -1,4 +1,4 @@
-"""TD3+BC: TD3 on a dataset, whose actor imitates the dataset too; offline and then online.
+"""TD3+BC: TD3 on a dataset with an actor that also imitates the dataset, offline and then online.
 
 Fujimoto and Gu 2021, "A Minimalist Approach to Offline Reinforcement Learning", arXiv 2106.06860, section 5. Algorithm
 and equation numbers below are TD3's (Fujimoto, van Hoof and Meger 2018, arXiv 1802.09477).
@@ -7,10 +7,10 @@ and equation numbers below are TD3's (Fujimoto, van Hoof and Meger 2018, arXiv 1
     python algos/td3_bc.py --dataset hopper-medium-v2 --d4rl-compat
     python algos/td3_bc.py --dataset hopper-medium-replay-v2 --online-steps 100000
 
-`diff algos/td3.py algos/td3_bc.py` shows what an offline algorithm needs. What differs from the authors' own code:
-- the dataset's actions are clipped to ±(1 - 1e-5), and its steps at a time-out are kept where they have a next
-  observation; `--d4rl-compat` does neither, as theirs;
-- it can go on online, which the paper does not: with TD3's noise on the actions, and the same losses.
+`diff algos/td3.py algos/td3_bc.py` shows what an offline algorithm needs. Differences from the authors' code:
+- The dataset's actions are clipped to ±(1 - 1e-5). Steps at a time-out are kept if they have a next observation.
+  `--d4rl-compat` switches off both.
+- Training can continue online, with TD3's exploration noise and the same losses. The paper has no online phase.
 """
 
 from dataclasses import dataclass
@@ -41,27 +41,27 @@ class Args(OfflineArgs):
 
     # Learning
     alpha: float = 2.5
-    """α: how much the critic's value counts beside the imitation of the batch's actions."""
+    """α: weight of the critic's value, relative to the imitation of the batch's actions."""
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the targets towards actor and critics, when the actor is updated."""
+    """Step of the target networks towards actor and critics, at each update of the actor."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
     """Learning rate of the critics."""
     policy_delay: int = 2
-    """Critic updates for each update of the actor and the targets."""
+    """Critic updates for each update of the actor and the target networks."""
     exploration_noise: NonNegative = 0.1
     """Standard deviation of the noise on the actions taken online."""
     target_noise: NonNegative = 0.2
-    """Standard deviation of the noise on the target's actions (policy smoothing)."""
+    """Standard deviation of the noise on the target's actions (target policy smoothing)."""
     target_noise_clip: NonNegative = 0.5
-    """Where that noise is clipped."""
+    """Bound of that noise."""
 
 
 class Actor(nn.Module):
-    """μ(s): obs [batch, obs_dim] to actions [batch, action_dim]."""
+    """μ(s): map obs [batch, obs_dim] to actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -90,44 +90,44 @@ class TD3BC:
         self.args, self.device = args, device
 
     def noise(self, actions: Tensor, scale: float) -> Tensor:
-        """Gaussian noise of the actions' shape."""
+        """Return Gaussian noise of the same shape as the actions, with standard deviation `scale`."""
         return scale * torch.randn(actions.shape, generator=self.generator, device=self.device)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: the policy's, with noise for exploration or without."""
+        """Return the policy's actions [n, action_dim] for obs [n, obs_dim], with exploration noise or without."""
         actions: Tensor = self.actor(self.obs_normalizer(obs))
         if deterministic:
             return actions
         return (actions + self.noise(actions, self.args.exploration_noise)).clamp(-1.0, 1.0)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Squared Bellman error of every critic; clipped double Q (eq. 10), target policy smoothing (eq. 15)."""
+        """Return the squared Bellman error, summed over the critics: clipped double Q (eq. 10), smoothing (eq. 15)."""
         with torch.no_grad():
             next_actions = self.target_actor(batch.next_obs)
             limit = self.args.target_noise_clip
             noise = self.noise(next_actions, self.args.target_noise).clamp(-limit, limit)
             next_actions = (next_actions + noise).clamp(-1.0, 1.0)
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0)
-            # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+            # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """-λ Q_1(s, μ(s)) + (μ(s) - a)²: the first critic's value of the policy's actions, and their imitation."""
+        """Return -λ Q_1(s, μ(s)) + (μ(s) - a)²: value of the policy's actions, and imitation of the data's."""
         actions = self.actor(batch.obs)
         with frozen(self.critic):  # the gradient passes through the critic and stops there
             value = self.critic(batch.obs, actions, 0)
-        # λ = α / mean |Q_1| keeps the balance whatever the scale of rewards: one number a batch, without a gradient.
+        # λ = α / mean |Q_1| makes the balance independent of the rewards' scale. One number a batch, without gradient.
         weight = self.args.alpha / value.detach().abs().mean()
-        imitation = (actions - batch.actions).square().mean()  # over dimensions too, which α is tuned for
+        imitation = (actions - batch.actions).square().mean()  # the mean over dimensions too: α is tuned for it
         loss = imitation - weight * value.mean()
         return loss, {"losses/actor": loss.detach(), "losses/imitation": imitation.detach(), "charts/weight": weight}
 
     def update(self, batch: Batch, with_actor: bool) -> Metrics:
-        """One gradient step of the critics, and where it is due of the actor (TD3's algorithm 1)."""
+        """Take a gradient step with the critics, and one with the actor if `with_actor` (TD3's algorithm 1)."""
         batch = batch._replace(obs=self.obs_normalizer(batch.obs), next_obs=self.obs_normalizer(batch.next_obs))
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)

@@ -2,8 +2,8 @@
 
 Zhou, Peng, Li, Levine and Kumar 2024, "Efficient Online Reinforcement Learning Fine-Tuning Need Not Retain Offline
 Data", arXiv 2412.07762. Pre-training is Cal-QL's (Nakamoto et al. 2023, arXiv 2303.05479) or CQL's (Kumar et al. 2020,
-arXiv 2006.04779), with an ensemble of layer-normalised critics, of which each target draws two (REDQ, Chen et al. 2021,
-arXiv 2101.05982). Online it is SAC at four critic updates a step.
+arXiv 2006.04779). Critics are a layer-normalised ensemble, and each target draws two of them (REDQ, Chen et al. 2021,
+arXiv 2101.05982). Online learning is SAC with four critic updates a step.
 
     python algos/wsrl.py --dataset antmaze-large-diverse-v2 --online-steps 300000
     python algos/wsrl.py --dataset hopper-medium-v2 --online-steps 100000 --init-from runs/cql
@@ -13,7 +13,8 @@ The paper's comparisons are flags:
 - random warm-up: --warmup random            - pessimism kept: --online-cql
 - RLPD, as that paper runs it: --offline-steps 0 --retain mix (algos/rlpd.py is RLPD itself)
 
-Not as the authors' code (docs/wsrl.md): no Adam step without a loss, critics first offline too, α as in sac.py.
+Three differences from the authors' code (docs/wsrl.md lists all): Adam takes no step without a loss. The critics are
+updated first offline too. α's loss is sac.py's.
 """
 
 import copy
@@ -51,7 +52,7 @@ class Args(OfflineArgs):
     warmup_steps: NonNegativeInt = 5_000
     """Environment steps before the first online update, whatever is retained."""
     warmup: Literal["policy", "random"] = "policy"
-    """Who acts in them: the frozen policy, or uniform noise."""
+    """Who acts in the warm-up: the frozen policy, or uniform noise."""
     online_cql: bool = False
     """Keep the conservative term, and the best of `cql_actions` next actions, online."""
     utd: int = 4
@@ -65,21 +66,21 @@ class Args(OfflineArgs):
     critics: int = 10
     """Critics; the actor uses the smallest of them."""
     target_critics: int = 2
-    """How many, drawn anew each time and with replacement, a target and the conservative term use."""
+    """Critics that a target and the conservative term use, drawn each time with replacement."""
     layer_norm: bool = True
     """Normalise each hidden layer of actor and critics."""
     shared_head: bool = False
     """Give all critics one output layer, as the authors' code does."""
     last_scale: float = math.sqrt(2.0)
-    """Gain of the orthogonal start of the last hidden layer of actor and critics (the authors' code: 0.01)."""
+    """Gain of the last hidden layer's orthogonal initialisation, in actor and critics (the authors' code: 0.01)."""
     std: Literal["exp", "uniform"] = BY_DOMAIN
-    """The policy's deviation: a function of the state, or the same everywhere."""
+    """The policy's standard deviation: a function of the state, or the same in every state."""
 
     # Learning
     gamma: Fraction = 0.99
     """Discount."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at every update of theirs."""
+    """Step of the target critics towards the critics, at each update of the critics."""
     actor_lr: float = 1e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
@@ -89,7 +90,7 @@ class Args(OfflineArgs):
     batch_size: int = 256
     """Transitions in an update of the critics."""
     online_max_target_backup: bool = BY_DOMAIN
-    """Online too, back up the best of `cql_actions` next actions."""
+    """Back up the best of `cql_actions` next actions online too."""
 
     # Pre-training
     calibrated: bool = BY_DOMAIN
@@ -97,19 +98,19 @@ class Args(OfflineArgs):
     cql_weight: NonNegative = BY_DOMAIN
     """Weight of the conservative term."""
     lagrange_gap: NonNegative = BY_DOMAIN
-    """Gap that a Lagrange multiplier, which then is the weight, keeps the term at; 0: none."""
+    """Gap at which a Lagrange multiplier, then the term's weight, holds the term; 0: no multiplier."""
     cql_actions: int = 10
-    """Actions n from each of the three sources, and of a target's."""
+    """Actions n from each of the three sources, and in a target's maximum."""
     importance_sampling: bool = BY_DOMAIN
-    """Divide by the density each action was drawn with."""
+    """Divide by the density that each action was drawn with."""
 
     # Rewards
     reward_scale: float = BY_DOMAIN
-    """Each reward is multiplied by this."""
+    """Factor of each reward."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward then."""
+    """Added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success, which Cal-QL's returns-to-go continue for ever."""
+    """Raw reward of a step without success. Cal-QL's returns-to-go treat an episode of such steps alone as endless."""
 
 
 LOCOMOTION = {  # the authors' configurations
@@ -133,7 +134,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Actor(nn.Module):
-    """π(a|s): obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
+    """π(a|s): map obs [batch, obs_dim] to a tanh-Gaussian over actions [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
@@ -169,27 +170,29 @@ class WSRL:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
         policy = self.actor(obs)
         return policy.mode if deterministic else policy.sample(self.generator)
 
     def subset(self) -> Tensor:
-        """Which critics count this time: [target_critics], with replacement, as in the authors' code (not REDQ's)."""
+        """Draw the critics of one target: [target_critics], with replacement as in the authors' code (not in REDQ)."""
         shape = (self.args.target_critics,)
         return torch.randint(self.args.critics, shape, generator=self.generator, device=self.device)
 
     @torch.no_grad()
     def target(self, batch: Batch, count: int) -> Tensor:
-        """y = r + γ max over `count` next actions of the smallest target critic drawn: [batch]."""
+        """Return y = r + γ max over `count` next actions of the smallest target critic drawn: [batch]."""
         actions, _ = self.actor(batch.next_obs).expand(count).rsample(self.generator)
         next_value = self.target_critic(batch.next_obs, actions, self.subset()).amin(0).amax(0)
-        # Termination masks the bootstrap; truncation does not (it is not in the batch at all).
+        # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
         return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
 
     @torch.no_grad()
     def sampled_actions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """n uniform actions, n of π(·|s) and n of π(·|s') for each state, [3n, batch, action_dim], and the logarithms
-        of the densities they were drawn with, [3n, batch]."""
+        """Draw n uniform actions, n of π(·|s) and n of π(·|s') for each state: [3n, batch, action_dim].
+
+        Also return the log-densities that they were drawn with, [3n, batch].
+        """
         shape = (self.args.cql_actions, *batch.actions.shape)
         uniform = 2.0 * torch.rand(shape, generator=self.generator, device=self.device) - 1.0
         current, log_prob = self.actor(batch.obs).expand(self.args.cql_actions).rsample(self.generator)
@@ -198,25 +201,27 @@ class WSRL:
         return torch.cat([uniform, current, following]), torch.cat([log_density, log_prob, following_log_prob])
 
     def conservative_term(self, batch: Batch, data: Tensor) -> Tensor:
-        """log Σ_a exp Q(s, a) - Q(s, a_data), the mean over the critics drawn and the batch; `data` [critics, batch]
-        are all critics' values of the batch's actions."""
+        """Return log Σ_a exp Q(s, a) - Q(s, a_data), the mean over the critics drawn and the batch.
+
+        `data` [critics, batch] are all critics' values of the batch's actions.
+        """
         proposals, log_density = self.sampled_actions(batch)
         chosen = self.subset()
         proposed, data = self.critic(batch.obs, proposals, chosen), data[chosen]
         if self.args.calibrated:
             if batch.returns_to_go is None:
                 raise ValueError("Cal-QL (calibrated) needs batches with returns_to_go")
-            # Cal-QL's max(Q, G) of the policy's actions: below G(s) nothing is lowered any more.
+            # Cal-QL's max(Q, G) of the policy's actions: no value is lowered below G(s).
             uniform, by_policy = proposed.tensor_split([self.args.cql_actions], dim=1)
             proposed = torch.cat([uniform, torch.maximum(by_policy, batch.returns_to_go)], dim=1)
         if self.args.importance_sampling:
             entries = proposed - log_density
-        else:  # the data's action is one more, and all are averaged
+        else:  # the data's action is one more sample, and the sum is a mean
             entries = torch.cat([proposed, data.unsqueeze(1)], dim=1) - math.log(proposed.shape[1] + 1)
         return (torch.logsumexp(entries, dim=1) - data).mean()
 
     def critic_loss(self, batch: Batch, online: bool) -> tuple[Tensor, Tensor | None, Metrics]:
-        """Bellman error of every critic, and the conservative term where it counts; also that alone, for α'."""
+        """Return the Bellman error, plus the conservative term if it counts, and that term alone for α'."""
         args = self.args
         as_offline = args.online_cql or not online
         target = self.target(batch, args.cql_actions if as_offline or args.online_max_target_backup else 1)
@@ -231,7 +236,7 @@ class WSRL:
         return loss, term, {name: value.detach() for name, value in (metrics | {"losses/critic": loss}).items()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """SAC's: α log π - min_i Q_i, of all critics; also log π [batch], for α."""
+        """Return SAC's α log π - min_i Q_i over all critics, and log π [batch] for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
             value = self.critic(batch.obs, actions).amin(0)
@@ -239,13 +244,13 @@ class WSRL:
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
-        """Moves α until the policy's entropy is H̄."""
+        """Return the loss that moves α until the policy's entropy is H̄."""
         alpha = self.log_alpha.exp()
         loss = -alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
 
     def lagrange_loss(self, term: Tensor) -> tuple[Tensor, Metrics]:
-        """Raises the multiplier α' while the term exceeds the gap, lowers it while it does not."""
+        """Return the loss that raises the multiplier α' while the term exceeds the gap, and else lowers it."""
         alpha_prime = F.softplus(self.raw_lagrange)
         loss = -alpha_prime * (term.detach() - self.args.lagrange_gap)
         return loss, {"losses/alpha_prime": loss.detach(), "charts/alpha_prime": alpha_prime.detach()}
@@ -273,11 +278,13 @@ class WSRL:
 
 
 def with_networks(args: Args) -> Args:
-    """The arguments with the shapes of the networks of --init-from, a run of cql.py, iql.py or this file, or an
-    InputError."""
+    """Return the arguments with the network shapes of `--init-from`, a run of cql.py, iql.py or this file.
+
+    Raises InputError if it is another file's run.
+    """
     if args.init_from is None:
         return args
-    _, own = name_and_folder("wsrl", args)  # of a run that goes on: that of --init-from may be gone
+    _, own = name_and_folder("wsrl", args)  # for a resumed run, as the folder of --init-from may be gone
     theirs = run_config(own if exists(own / "checkpoint" / "state.pt") else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
