@@ -1,17 +1,18 @@
-"""The Adroit binary tasks' datasets: human demonstrations and roll-outs of a policy that imitates them.
+"""The Adroit binary tasks' datasets: human demonstrations and rollouts of a policy that imitates them.
 
     make binary ARGS="--demonstrations D4RL/pen/human-v2 --task pen --output data/pen-binary.hdf5"
     make binary ARGS="--demonstrations data/pen-human.hdf5 --task pen --goes-on --output data/pen-binary-time.hdf5"
 
-As the papers' own were made (Nair et al. 2020, "AWAC", arXiv 2006.09359, by whose loaders Cal-QL, RLPD, WSRL and EXPO
-read them): 25 demonstrations, and 500 episodes of behaviour cloning. Rewards are made anew from the observations, 0
-where the task is solved and -1 elsewhere: those recorded elsewhere disagree with theirs. Two conventions:
+The papers' datasets were made this way (Nair et al. 2020, "AWAC", arXiv 2006.09359): 25 demonstrations, and 500
+episodes of behaviour cloning. Cal-QL, RLPD, WSRL and EXPO read them by AWAC's loaders. Rewards are computed again from
+the observations, 0 if the task is solved and -1 otherwise, because rewards from other recordings disagree. There are
+two conventions:
 
-- Cal-QL's and WSRL's: episodes that never succeed are left out, the others end at their last success, and every solved
-  step is terminal;
-- RLPD's and EXPO's (--goes-on): all episodes whole, nothing is terminal.
+- Cal-QL and WSRL leave out episodes that never succeed. The others end at their last success, and every solved step is
+  terminal.
+- RLPD and EXPO (`--goes-on`) keep all episodes whole, and nothing is terminal.
 
-The same command again goes on where it stopped, and does nothing where its result is there.
+The same command resumes an interrupted build, and does nothing if its result exists.
 """
 
 import subprocess
@@ -35,26 +36,26 @@ from offline.write import Transitions, recipe_at, write_d4rl
 
 @dataclass
 class Args:
-    """What to make."""
+    """Demonstrations, output and imitating policy."""
 
     demonstrations: str
-    """A Minari id, or the path of an HDF5 file in D4RL's layout; D4RL's own cut demonstrations in two."""
+    """A Minari id, or the path of an HDF5 file in D4RL's layout; D4RL's own files cut demonstrations in two."""
     output: str
-    """The file, which ends in .hdf5."""
+    """The file to write, which ends in .hdf5."""
     task: Literal["pen", "door", "relocate"] = "pen"
-    """Whose observations the demonstrations hold."""
+    """Task of the demonstrations."""
     goes_on: bool = False
-    """RLPD's and EXPO's convention instead of Cal-QL's and WSRL's."""
+    """Follow RLPD's and EXPO's convention instead of Cal-QL's and WSRL's."""
     rollouts: int = 500
     """Episodes of the imitating policy."""
     updates: int = 20_000
-    """Of that policy."""
+    """Gradient steps of the imitating policy."""
     seed: int = 1
-    """Fixes everything random."""
+    """Seed of everything random."""
 
 
 def parts(dataset: Dataset, task: str) -> Transitions:
-    """A dataset's transitions with binary rewards, its episodes marked as cut."""
+    """Return a dataset's transitions with binary rewards and its episodes marked as cut."""
     obs, actions, next_obs = (dataset.column(name) for name in ("obs", "actions", "next_obs"))
     nothing, cuts = np.zeros(len(dataset), bool), np.zeros(len(dataset), bool)
     cuts[dataset.ends - 1] = True
@@ -63,7 +64,7 @@ def parts(dataset: Dataset, task: str) -> Transitions:
 
 
 def until_solved(data: Transitions) -> Transitions:
-    """Without the episodes that never succeed, and the others without what follows their last success."""
+    """Return the episodes that succeed, each up to its last success. Raise InputError if none does."""
     kept, terminations = np.zeros(len(data.rewards), bool), data.rewards == 0
     for episode in data.episodes():
         successes = np.flatnonzero(terminations[episode])
@@ -92,7 +93,7 @@ def main(args: Args) -> None:
     assert env.spec is not None
     horizon = env.spec.max_episode_steps
     assert horizon is not None
-    work = Path(args.output).with_suffix("")  # beside the result: the policy, and its roll-outs
+    work = Path(args.output).with_suffix("")  # next to the result, for the policy and its rollouts
     policy, rollouts = work / f"bc-{args.updates}-{args.seed}", work / f"rollouts-{args.rollouts}-{args.seed}.hdf5"
     shared = ["--env", env_id, "--seed", str(args.seed)]
     run("algos.bc", "--dataset", args.demonstrations, *shared, "--offline-steps", str(args.updates),
@@ -114,7 +115,7 @@ def main(args: Args) -> None:
 
 
 def run(module: str, *arguments: str) -> None:
-    """One of our commands, to its end."""
+    """Run one of our commands to its end. Raise InputError if it fails."""
     if subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode:
         raise InputError(f"{module} failed: see above")
 

@@ -1,14 +1,13 @@
-"""Makes a dataset: from a random policy, a checkpoint, a Stable-Baselines3 file, or a run's whole replay buffer.
+"""Make a dataset from a random policy, a checkpoint, a Stable-Baselines3 file, or a run's whole replay buffer.
 
     python -m tools.collect --env Hopper-v4 --policy random --output hopper-random.hdf5
     python -m tools.collect --policy runs/sac__Hopper-v4__1 --output minari:hopper/medium-v0
     python -m tools.collect --policy runs/sac__Hopper-v4__1 tqc-hopper-v3.zip --output hopper-medium-expert.hdf5
     python -m tools.collect --replay runs/sac__Hopper-v4__1 --output hopper-medium-replay.hdf5
 
-The data are a function of these arguments: sync and async give the same, bit for bit. The environments of a policy
-share its transitions evenly, whatever the length of their episodes, so that short ones are not favoured; each
-environment's last episode is cut where its share ends, and stored as one that timed out. The same command again does
-nothing.
+The data are a function of these arguments: sync and async give bit-identical data. The environments of a policy share
+its transitions evenly, so that short episodes are not favoured. Each environment's last episode is cut at the end of
+its share, and stored as one that timed out. The same command again does nothing.
 """
 
 import contextlib
@@ -39,25 +38,25 @@ from tools.policies import Array, Policy, RunFolder, load_policy, read_run
 @dataclasses.dataclass
 class Args:
     output: str
-    """Where to: a file that ends in .hdf5, in D4RL's layout, or minari:namespace/name-v0."""
+    """A file that ends in .hdf5, to be in D4RL's layout, or minari:namespace/name-v0."""
     env: str | None = None
-    """Gymnasium id of the environment; that of the run folder unless given."""
+    """Gymnasium id of the environment; by default the run folder's."""
     policy: tuple[str, ...] = ()
     """random, waypoints (maze2d), a run folder, or a Stable-Baselines3 .zip; several share the transitions evenly."""
     replay: Path | None = None
-    """Instead of --policy: a run folder, for all transitions in the replay buffer of its checkpoint."""
+    """A run folder, instead of --policy: take all transitions in its checkpoint's replay buffer."""
     ref_scores: tuple[float, float] | None = None
-    """Returns that stand for the scores 0 and 100, to be stored with the data."""
+    """Returns of the scores 0 and 100, to store with the data."""
 
     # With --policy
     transitions: int = 1_000_000
     """Transitions to collect."""
     seed: int = 1
-    """Fixes everything random: the environments and the policies' noise."""
+    """Seed of everything random: the environments and the policies' noise."""
     num_envs: int = 10
     """Environments stepped together."""
     vectorizer: Literal["sync", "async"] = "sync"
-    """How: one after another, or each in a process of its own."""
+    """Step environments one after another (sync), or each in its own process (async)."""
     deterministic: bool = False
     """Act without the policy's noise."""
 
@@ -80,15 +79,15 @@ class Args:
 
 
 def collect(args: Args) -> None:
-    """Makes the dataset and says what is in it; exits with 0 where the same is there already.
+    """Make the dataset and print what is in it. Raise Finished if the same dataset exists already.
 
-    Raises InputError where the arguments, a policy or the output do not fit, RunError where the data are not finite.
+    Raise InputError if the arguments, a policy or the output do not fit. Raise RunError if the data are not finite.
     """
     # The sums in a matrix product, and so the data, may depend on the number of threads.
     torch.set_num_threads(1)
     run = read_run(args.replay) if args.replay else None
     env_id = _environment(args, run)
-    make(env_id).close()  # registers it, or refuses it in words
+    make(env_id).close()  # registers it, or raises InputError
     spec = gym.registry[env_id.rpartition(":")[2]]
     env: gym.Env[Any, Any] = gym.make(spec, disable_env_checker=True)  # without our wrappers
     policies = [
@@ -139,13 +138,14 @@ def _environment(args: Args, run: RunFolder | None) -> str:
 
 
 def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Where the policies lie, and how environments are stepped, does not change the data; a policy's bytes do."""
+    """Raise Finished if the dataset at `output` was made by the same recipe, otherwise InputError."""
+    # Paths and the vectorizer do not change the data. The policies' bytes do, and "sources" holds their hashes.
     irrelevant = ("output", "policy", "replay", "vectorizer")
     try:
         there, here = ({"sources": r["sources"]} | r["arguments"] for r in (before, now))
     except (KeyError, TypeError):
         there, here = {}, {"recipe": None}
-    here = {k: list(v) if isinstance(v, tuple) else v for k, v in here.items()}  # as JSON gives it back
+    here = {k: list(v) if isinstance(v, tuple) else v for k, v in here.items()}  # JSON stores a tuple as a list
     differ = [k for k in here if k not in irrelevant and there.get(k) != here[k]]
     if differ:
         listed = ", ".join(f"{k} ({there.get(k)} there, {here[k]} here)" for k in differ if k != "sources")
@@ -156,7 +156,7 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
 
 
 def _collected(args: Args, env_id: str, policies: list[Policy]) -> tuple[Transitions, Infos]:
-    """Return the policies' transitions, and for a Minari dataset, which stores them, all numbers in their infos."""
+    """Return the policies' transitions, and their infos: all numbers for Minari, which stores infos."""
     parts: list[Transitions] = []
     infos = _Told(args.transitions)
     kwargs = {"all_infos": True} if args.output.startswith(MINARI) else {}
@@ -170,15 +170,15 @@ def _collected(args: Args, env_id: str, policies: list[Policy]) -> tuple[Transit
 
 
 class _Told:
-    """The infos of all transitions, by name: NaN, or False for a bool, where an environment told nothing."""
+    """The infos of all transitions, by name: NaN, or False for a bool, if an environment gave none."""
 
     def __init__(self, transitions: int) -> None:
         self.transitions, self.values, self.numeric = transitions, dict[str, Array](), set[str]()
 
     def add(self, when: int, rows: Array, told: dict[str, Any]) -> None:
-        """Add what environments told with obs (`when` is 0) or next_obs (1) of the transitions `rows` [n].
+        """Add the infos that came with obs (`when` is 0) or next_obs (1) of the transitions `rows` [n].
 
-        `told`: a vector environment's infos, of which the first n environments count; masks have "_" in front.
+        `told` are a vector environment's infos, of which the first n environments count. Names of masks begin with "_".
         """
         for name in (name for name in told if name[:1] != "_"):
             known = told[f"_{name}"][: len(rows)]
@@ -196,10 +196,10 @@ class _Told:
 def _roll_out(
     policy: Policy, envs: VectorEnv[Array, Array, Array], transitions: int, progress: Any, infos: _Told, first: int
 ) -> Transitions:
-    """That many transitions, evenly from each of `envs` (freshly made), one environment's after the other's.
+    """Collect that many transitions, evenly from each of `envs` (new ones), and sort them by environment.
 
-    Actions are in [-1, 1], as the policy gave them. `infos` receives what the environments tell; `first` is the number
-    of the first transition there. Raises RunError where the environment gives what is not finite.
+    Actions are in [-1, 1], as the policy gave them. `infos` receives the environments' infos. In it `first` is the
+    number of the first transition. Raise RunError if an environment gives a number that is not finite.
     """
     n = envs.num_envs
     counts = [transitions // n + (i < transitions % n) for i in range(n)]
@@ -226,38 +226,42 @@ def _roll_out(
 
 
 def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> tuple[Transitions, Infos]:
-    """All transitions in a run's replay buffer, one environment's after the other's, with the environment's rewards.
+    """Return all transitions in a run's replay buffer, by environment, with the rewards that it gave.
 
-    An episode ends where a termination is stored, or where the environment's next row does not begin where this one
-    ended: there was a time limit. The newest episode of each environment is cut. Where the buffer is full, the oldest
-    episode of each may lack its beginning, which is no longer there.
+    An episode ends at a stored termination. It also ends, by a time limit, if the environment's next row begins with
+    another observation. The newest episode of each environment is cut. If the buffer is full, the oldest episode of
+    each may lack its beginning.
     """
-    data = run.state.get("data", run.state)  # of a run that began with a dataset
+    data = run.state.get("data", run.state)  # a run that began with a dataset stores it under "data"
     if "buffer" not in data or "buffer_size" not in run.arguments:
         raise InputError(f"{run.path} keeps no replay buffer ({run.algo}): give it as --policy")
     obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
-    # With returns-to-go (Cal-QL) it holds whole episodes one after the other, else a step of each environment in turn.
+    # With returns-to-go (Cal-QL) the buffer holds whole episodes in sequence, else a step of each environment in turn.
     whole = len(data["buffer"]["widths"]) > len(ReplayBuffer(1, obs_dim, action_dim).widths)
     num_envs = 1 if whole else int(run.arguments["num_envs"])
     buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole)
     buffer.load(run.path / "checkpoint" / "replay", data["buffer"])
     if not len(buffer):
         raise InputError(f"{run.path} has an empty replay buffer")
-    numbers = np.arange(buffer.added - len(buffer), buffer.added)  # of the transitions, the oldest first
+    numbers = np.arange(buffer.added - len(buffer), buffer.added)  # numbers of the transitions, the oldest first
     numbers = numbers[np.argsort(numbers % num_envs, kind="stable")]
     rows = buffer.rows[torch.from_numpy(numbers % buffer.capacity)].numpy()
     obs, actions, rewards, next_obs, terminations = np.split(rows, np.cumsum(buffer.widths)[:-1], axis=1)[:5]
     scale, shift = data.get("rewards", (1.0, 0.0))
     rewards = ((rewards.astype(np.float64) - shift) / scale).astype(np.float32)
     ends = terminations[:, 0] > 0
-    newest = np.append(np.diff(numbers % num_envs) != 0, not whole)  # under way
-    breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)  # bit for bit
+    newest = np.append(np.diff(numbers % num_envs) != 0, not whole)  # not ended yet
+    # Observations are compared bit by bit.
+    breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)
     truncations, cuts = breaks & ~ends & ~newest, newest & ~ends
     return Transitions(obs, actions, rewards[:, 0], next_obs, ends, truncations, cuts), {}  # no infos are stored there
 
 
 def _in_own_units(data: Transitions, env: gym.Env[Any, Any]) -> Transitions:
-    """The very actions that the environment got: what envs.make makes of those in [-1, 1], or a little beyond."""
+    """Return the data with the actions that the environment got, in its own units.
+
+    As in envs.make, actions in [-1, 1] or slightly outside are rescaled and clipped.
+    """
     box = env.action_space
     assert isinstance(box, Box)
     actions = data.actions.astype(box.dtype)
@@ -268,7 +272,7 @@ def _in_own_units(data: Transitions, env: gym.Env[Any, Any]) -> Transitions:
 
 
 def _facts(data: Transitions) -> dict[str, Any]:
-    """Counts, and the returns of the episodes that were not cut."""
+    """Return counts, and mean, min and max return of the episodes that were not cut."""
     episodes = list(data.episodes())
     whole = [float(data.rewards[e].sum(dtype=np.float64)) for e in episodes if not data.cuts[e.stop - 1]]
     returns = {"mean": float(np.mean(whole)), "min": min(whole), "max": max(whole)} if whole else None

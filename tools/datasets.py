@@ -1,12 +1,12 @@
-"""Our own suite of datasets: halfcheetah, hopper, walker2d × medium, medium-replay, expert, 200 000 transitions each.
+"""Our own suite of datasets: halfcheetah, hopper, walker2d × medium, medium-replay, expert, 200,000 transitions each.
 
-    make datasets                                  # into data/, what is in them into results/datasets/ or beside them
-    make datasets ARGS="--experts path/to/zips"    # with the experts' policies from there instead of the web
+    make datasets                                  # writes data/, and descriptions to results/datasets/ or to data/
+    make datasets ARGS="--experts path/to/zips"    # reads the experts' policies from there instead of the web
 
-As D4RL made its own (Fu et al. 2020, section 5): an online run that stops near a third of the expert's return gives
-medium (its policy's samples) and medium-replay (its whole replay buffer); another agent gives expert. The runs are
-small on purpose: learning must take all of the 200 000 steps that the replay buffer holds. Each command does nothing
-where its result is there already, so a suite that was stopped goes on.
+The datasets are made as D4RL's (Fu et al. 2020, section 5). An online run stops near a third of the expert's return.
+Samples of its policy give medium, and its whole replay buffer gives medium-replay. Another agent gives expert. The
+networks of the runs are small on purpose: learning must take all of the 200,000 steps that the replay buffer holds.
+Each command does nothing if its result exists, so the same command resumes a suite that was stopped.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ TRANSITIONS = 200_000
 
 
 class Robot(NamedTuple):
-    """How a robot's datasets are made: its environment, the flags of the medium run, the SHA-256 of the expert."""
+    """How to make a robot's datasets: its environment, the flags of the medium run, the SHA-256 of the expert."""
 
     env: str
     medium: str
@@ -57,18 +57,18 @@ SUITE = {
 
 @dataclass
 class Args:
-    """Where things lie."""
+    """Folders, and commands at once."""
 
     folder: Path = ROOT / "data"
-    """The datasets and the runs that make them."""
+    """Folder of the datasets and of the runs that make them."""
     experts: Path = ROOT / "data" / "policies"
-    """tqc-<robot>-v3.zip of Stable-Baselines3's trained agents; downloaded where missing."""
+    """Folder of tqc-<robot>-v3.zip, Stable-Baselines3's trained agents; missing ones are downloaded."""
     jobs: int = 2
-    """Commands at once, one thread each."""
+    """Commands that run at once, with one thread each."""
 
 
 def build(name: str, args: Args) -> None:
-    """The three datasets of one robot."""
+    """Make the three datasets of one robot."""
     robot = SUITE[name]
     run, expert = args.folder / "runs" / name, args.experts / f"tqc-{name}-v3.zip"
     if not expert.exists():
@@ -84,9 +84,9 @@ def build(name: str, args: Args) -> None:
 
 
 def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "results" / "datasets") -> None:
-    """What is in a dataset, into results/datasets/, where another of its name is not described already, else beside it.
+    """Write what a dataset holds to results/datasets/. Coverage is relative to the robot's replay buffer.
 
-    Coverage is relative to the robot's replay buffer.
+    If another dataset of this name is described there already, the description stays next to the dataset.
     """
     path, reference = folder / f"{name}-{kind}.hdf5", folder / f"{name}-medium-replay.hdf5"
     beside, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
@@ -113,7 +113,7 @@ def _run(line: str, *paths: str) -> None:
 
 
 def main(args: Args) -> None:
-    """Builds and describes all of them."""
+    """Build and describe all datasets."""
     args.folder, args.experts = args.folder.resolve(), args.experts.resolve()
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda name: build(name, args), SUITE))

@@ -1,15 +1,15 @@
-"""What is in a dataset, before training on it.
+"""Print what is in a dataset, before training on it.
 
     python -m tools.inspect_dataset hopper-medium-v2
     python -m tools.inspect_dataset data/mine.hdf5 --picture returns.png
     python -m tools.inspect_dataset data/mine.hdf5 --env Humanoid-v5
     python -m tools.inspect_dataset data/mine.hdf5 --reference data/mine-replay.hdf5 --json facts.json
 
-Trajectory quality (TQ) and state-action coverage (SACo) as Schweighofer et al. 2022, "A Dataset Perspective on Offline
-Reinforcement Learning", arXiv 2111.04714, define them: TQ is the mean return, 0 where a random policy's and 1 where an
-expert's is; SACo is the number of distinct state-action pairs over that of a reference dataset, its authors' choice
-being the whole replay buffer of an online run. Continuous pairs count as equal in the same cell of a grid of five
-edges a dimension over the reference's range, as in their evaluation of D4RL.
+Trajectory quality (TQ) and state-action coverage (SACo) are those of Schweighofer et al. 2022, "A Dataset Perspective
+on Offline Reinforcement Learning", arXiv 2111.04714. TQ is the mean return on a scale from 0, a random policy's, to 1,
+an expert's. SACo is the number of distinct state-action pairs divided by that of a reference dataset. The authors'
+reference is the whole replay buffer of an online run. Continuous pairs in the same cell of a grid count as equal. The
+grid has five edges in each dimension over the reference's range, as in the authors' evaluation of D4RL.
 """
 
 import json
@@ -31,7 +31,7 @@ from offline.hdf5 import opened
 from offline.recording import Array, RawDataset, TransitionBlock, action_box, distance_outside, warn_of_another_box
 from offline.scores import normalized
 
-EDGES = 5  # of SACo's grid, a dimension
+EDGES = 5  # of SACo's grid in each dimension
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -40,13 +40,13 @@ class Args:
     dataset: Annotated[str, tyro.conf.Positional]
     """A D4RL id, a Minari id, or the path of an HDF5 file in D4RL's layout."""
     reference: str | None = None
-    """Another dataset, to which state-action coverage is relative."""
+    """Dataset relative to which state-action coverage is computed."""
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
-    """Time limit of a file that marks no time-outs; of --reference too, unless that marks its own."""
+    """Time limit of a file that marks no time-outs, and of such a --reference."""
     env: str | None = None
-    """The environment whose box of actions is used if the file does not state its own, instead of the one it names.
+    """Environment whose action box is used if the file does not state one, instead of the environment that it names.
     A line is printed if the file states another box."""
     picture: Path | None = None
     """Write the distribution of returns to this file (.png, .pdf, .svg)."""
@@ -55,9 +55,10 @@ class Args:
 
 
 def facts(recording: RawDataset, reference: RawDataset | None = None, env: str | None = None) -> dict[str, Any]:
-    """All that is reported, as plain numbers; reads the data once, block by block, and once more for `reference`.
+    """Return all that is reported, as plain numbers.
 
-    `env`: as in `offline.dataset.load`. Raises InputError if its box of actions cannot be had.
+    Reads the data once, block by block, and again if there is a `reference`. `env` is as in `offline.dataset.load`.
+    Raise InputError if the action box of `env` is not available, or if the datasets have different widths.
     """
     box = _box(recording, env)
     sums: dict[str, list[Array]] = {name: [] for name in ("obs", "actions", "rewards")}
@@ -76,7 +77,7 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
         hashes.append(_hashes(*block))
         action_hashes.append(_hashes(block.actions))
         terminations.append(block.terminations > 0)
-    not_finite["rewards"] = max(not_finite["rewards"], len(recording.bad_reward_rows))  # lost ones too
+    not_finite["rewards"] = max(not_finite["rewards"], len(recording.bad_reward_rows))  # dropped ones too
     columns = {name: _columns(parts) for name, parts in sums.items()}
     terminated = np.concatenate(terminations)
     episodes, ended = len(recording.ends), int(terminated[recording.ends - 1].sum())
@@ -106,7 +107,8 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
         "TQ": None,
         "SACo": None,
     }
-    pays_once = "kitchen" in f"{recording.id} {recording.env}"  # what scores; its files count at every step
+    # Kitchen's score counts a solved task once. Its files reward it at every step, so their returns give no score.
+    pays_once = "kitchen" in f"{recording.id} {recording.env}"
     if recording.reference is not None and not pays_once:
         found["score"] = float(normalized(returns.mean(), recording.reference))
         found["TQ"] = found["score"] / 100.0
@@ -116,7 +118,7 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
 
 
 def _sums(values: Array) -> Array:
-    """Minimum, maximum, count, sum and sum of squares of the finite numbers of each column: [5, width]."""
+    """Return minimum, maximum, count, sum and sum of squares of each column's finite numbers: [5, width]."""
     values = values.reshape(len(values), -1).astype(np.float64)
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf).min(0), np.where(finite, values, -np.inf).max(0)
@@ -125,7 +127,7 @@ def _sums(values: Array) -> Array:
 
 
 def _columns(sums: list[Array]) -> dict[str, list[float]]:
-    """Minimum, maximum, mean and standard deviation of each column, from the sums of all blocks."""
+    """Return minimum, maximum, mean and standard deviation of each column, from the sums of all blocks."""
     low, high, count, total, squares = np.stack(sums, axis=1)  # [blocks, width] each
     count = np.maximum(count.sum(0), 1)
     mean = total.sum(0) / count
@@ -135,7 +137,10 @@ def _columns(sums: list[Array]) -> dict[str, list[float]]:
 
 
 def _box(recording: RawDataset, env: str | None) -> tuple[Array, Array] | None:
-    """The box of the actions, None if nothing states it: one may look at any file."""
+    """Return the action box, or None if nothing states it, because any file may be inspected.
+
+    Raise InputError if `env` is given and its box is not available.
+    """
     try:
         if env:
             warn_of_another_box(recording, env)
@@ -147,9 +152,10 @@ def _box(recording: RawDataset, env: str | None) -> tuple[Array, Array] | None:
 
 
 def coverage(recording: RawDataset, reference: RawDataset) -> float:
-    """SACo: distinct cells of `recording` over those of `reference`, in equally many transitions of both, the first.
+    """Return SACo, the number of distinct cells of `recording` divided by that of `reference`.
 
-    Raises InputError where their observations or actions have different widths.
+    Both count the first transitions only, as many as the shorter one has. Raise InputError if their observations or
+    actions have different widths.
     """
     if (recording.obs_dim, recording.action_dim) != (reference.obs_dim, reference.action_dim):
         raise InputError(
@@ -163,13 +169,16 @@ def coverage(recording: RawDataset, reference: RawDataset) -> float:
 
 
 def _cells(recording: RawDataset, count: int, edges: Array) -> int:
-    """How many different cells the pairs are in: a cell is how many of its dimension's edges each number reaches."""
+    """Return the number of distinct cells of the first `count` pairs.
+
+    A cell is the number of edges that a pair reaches in each dimension.
+    """
     cells = [np.sum([pairs >= edge for edge in edges], axis=0) for pairs in _pairs(recording, count)]
     return len(np.unique(np.concatenate([_hashes(cell) for cell in cells])))
 
 
 def _pairs(recording: RawDataset, count: int) -> Iterator[Array]:
-    """The first `count` pairs of observation and action, [n, obs_dim + action_dim], finite ones only, in blocks."""
+    """Yield the finite ones of the first `count` pairs of observation and action, [n, obs_dim + action_dim] a block."""
     for block in recording.blocks():
         pairs = np.concatenate([block.obs, block.actions], axis=1)[:count].astype(np.float32)
         yield pairs[np.isfinite(pairs).all(1)]
@@ -182,7 +191,7 @@ def _hashes(*parts: Array) -> NDArray[np.uint64]:
     """Return a number for each row of parts [n, dim] or [n] of float32: [n].
 
     It is the sum modulo 2⁶⁴ of the products of a row's 32-bit words with random odd numbers. Equal rows have equal
-    numbers; unequal ones by chance, with a probability of 2⁻³² at most.
+    numbers. Unequal rows have equal numbers with a probability of at most 2⁻³².
     """
     rows = [np.asarray(part, np.float32).reshape(len(part), -1) for part in parts]
     words = np.concatenate(rows, axis=1).view(np.uint32).astype(np.uint64)
@@ -191,20 +200,20 @@ def _hashes(*parts: Array) -> NDArray[np.uint64]:
 
 
 def _duplicates(hashes: list[NDArray[np.uint64]]) -> int:
-    """How many are equal to one before them."""
+    """Return how many hashes equal an earlier one."""
     numbers = np.concatenate(hashes)
     return len(numbers) - len(np.unique(numbers))
 
 
 def _quantiles(values: Array) -> dict[str, float]:
     names = ("min", "quarter", "median", "three quarters", "max")
-    with np.errstate(invalid="ignore"):  # of returns that are not finite
+    with np.errstate(invalid="ignore"):  # returns may be infinite or NaN
         found = dict(zip(names, np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist(), strict=True))
         return {"mean": float(np.mean(values)), "std": float(np.std(values))} | found
 
 
 def describe(found: dict[str, Any], returns: NDArray[np.float64]) -> str:
-    """The facts for a reader at a terminal."""
+    """Return the output of `facts` as lines for a terminal."""
     n, r, steps = found["transitions"], found["returns"], found["lengths"]
     obs, actions, rewards = (found["columns"][name] for name in ("obs", "actions", "rewards"))
     bounds = "bounds unknown: give --env"
@@ -282,7 +291,7 @@ def _horizon_of_reference(args: Args) -> int | None:
 
 
 def main(args: Args) -> None:
-    """Prints what `args.dataset` holds."""
+    """Print what `args.dataset` holds, and write the files that are asked for."""
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
     found, returns = facts(recording, reference, args.env), recording.returns()

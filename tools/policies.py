@@ -1,4 +1,4 @@
-"""A policy to collect data with: uniform random, a run folder's checkpoint, or a Stable-Baselines3 policy file.
+"""Policies that collect data: random, waypoints, a run folder's checkpoint, or a Stable-Baselines3 policy file.
 
 Nothing is ever unpickled: checkpoints and policy files are read as mere tensors.
 """
@@ -47,26 +47,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "SiLU": F.silu,
     "GELU": F.gelu,
 }
-# The policy's layers in a Stable-Baselines3 file, in which they are in order: PPO's and A2C's; SAC's, TQC's; TD3's.
+# Names of the policy's layers in a Stable-Baselines3 file, which holds them in order: PPO and A2C, SAC and TQC, TD3.
 LAYER = re.compile(r"(mlp_extractor\.policy_net\.\d+|action_net|actor\.latent_pi\.\d+|actor\.mu(?:\.\d+)?)\.weight")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Maps obs float32 [n, obs_dim] to actions float32 [n, action_dim] in [-1, 1]."""
+    """Map obs float32 [n, obs_dim] to actions float32 [n, action_dim] in [-1, 1]."""
 
     act: Callable[[Array], Array]
     facts: dict[str, Any]
-    """What it is, for the dataset's recipe: kind, name, sha256 of its files, algorithm, step."""
+    """Entries for the dataset's recipe: kind, name, sha256 of its files, algorithm, step."""
 
     def __call__(self, obs: Array) -> Array:
-        actions: Array = np.clip(self.act(obs), -1.0, 1.0, dtype=np.float32)  # PPO's Gaussian reaches beyond
+        actions: Array = np.clip(self.act(obs), -1.0, 1.0, dtype=np.float32)  # PPO's Gaussian is not bounded
         return actions
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run left: its algorithm, its arguments as stored, the state of its last checkpoint."""
+    """Contents of a run folder: its algorithm, its arguments as stored, the state of its last checkpoint."""
 
     path: Path
     algo: str
@@ -76,15 +76,20 @@ class RunFolder:
 
 
 def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: bool) -> Policy:
-    """The policy of `source` for `env` (made by gym.make or envs.make.make); its noise is a function of `seed` alone.
+    """Return the policy of `source` for `env`, made by gym.make or envs.make.make. `seed` alone sets its noise.
 
-    `source`: "random" (uniform in [-1, 1], deterministic or not), "waypoints" (`tools.waypoints`, for maze2d), a run
-    folder, or a Stable-Baselines3 .zip of SAC, TQC, TD3, DDPG, PPO or A2C. Statistics of a VecNormalize are not in such
-    a file: they are read from an export next to it (docs/data.md). Exploration noise of TD3 and DDPG is not in it
-    either, and that of gSDE is not reproduced here: those are taken with `deterministic` only.
+    `source` is one of these:
+    - "random": uniform in [-1, 1], deterministic or not.
+    - "waypoints": `tools.waypoints`, for maze2d.
+    - A run folder.
+    - A Stable-Baselines3 .zip of SAC, TQC, TD3, DDPG, PPO or A2C.
 
-    Raises InputError where the source is missing, damaged, of another kind, or does not fit the environment, and where
-    the statistics of a VecNormalize are missing.
+    Such a .zip lacks the statistics of a VecNormalize. They are read from an export next to it (docs/data.md). It also
+    lacks the exploration noise of TD3 and DDPG, and gSDE's noise is not reproduced here. These policies need
+    `deterministic`.
+
+    Raise InputError if the source is missing, damaged or of another kind, or does not fit the environment. Raise it
+    also if the statistics of a VecNormalize are missing.
     """
     action_dim, generator, path = flatdim(env.action_space), torch.Generator().manual_seed(seed), Path(source)
     if source == "random":
@@ -105,7 +110,7 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Reads a run folder. Raises InputError where it is none, is damaged, or has no checkpoint yet."""
+    """Read a run folder. Raise InputError if it is not one, is damaged, or has no checkpoint yet."""
     if not checkpoint.exists(folder / CONFIG):
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
     if not has_checkpoint(folder):
@@ -119,12 +124,13 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, deterministic: bool) -> Policy:
-    """The folder names its own code, as an environment's entry point does: the algorithms are above this module."""
+    """Return the policy of a run, an agent of its algorithm's module with the state of the checkpoint."""
+    # config.json names the module to import, as an environment's entry point does: algorithms are above this module.
     try:
         if not run.algo.isidentifier():
             raise ImportError(f"{run.algo!r} is not the name of an algorithm")
         module = importlib.import_module(f"algos.{run.algo}")
-        # A list is what JSON made of a tuple. The seed is that of the agent's generator.
+        # JSON stores a tuple as a list. The seed is that of the agent's generator.
         arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in run.arguments.items()}
         own_flags = {"run_dir": None, "device": "cpu", "compile": False, "overlap": False, "seed": seed}
         arguments |= {name: value for name, value in own_flags.items() if name in arguments}
@@ -198,7 +204,10 @@ def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Ge
 
 
 def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of policy.pth, float32, and what the file says of itself in plain JSON."""
+    """Return the tensors of policy.pth as float32, and the JSON in which the file describes itself.
+
+    Raise InputError if the file is damaged, holds more than tensors, or holds weights that are not finite.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             policy, said = archive.read("policy.pth"), archive.read("data")
@@ -220,10 +229,10 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _vec_normalize(
     path: Path, data: dict[str, Any], on_policy: bool, obs_dim: int
 ) -> tuple[Callable[[Array], Array], dict[str, Any]]:
-    """Return what the policy's VecNormalize does to obs [n, obs_dim], and the facts of its statistics.
+    """Return the function that the policy's VecNormalize applies to obs [n, obs_dim], and its recipe entries.
 
     The statistics are read from an export next to the policy, because Stable-Baselines3 stores them as a pickle.
-    Raises InputError if they are needed and missing, or do not fit.
+    Raise InputError if they are needed and missing, or do not fit.
     """
     export = path.with_suffix(".npz")
     if not export.is_file():
@@ -265,7 +274,7 @@ def _was_normalized(data: dict[str, Any], on_policy: bool) -> bool | None:
 
 
 def _float_types(entry: Any) -> set[str]:
-    """Return which of f4 and f8 an array's pickle names: its opcodes are listed and never executed."""
+    """Return which of f4 and f8 an array's pickle names. The opcodes are listed and never executed."""
     try:
         opcodes = pickletools.genops(base64.b64decode(entry[":serialized:"]))
         return {argument for _, argument, _ in opcodes if argument in ("f4", "f8")}
@@ -274,7 +283,7 @@ def _float_types(entry: Any) -> set[str]:
 
 
 def _refuse_without_statistics(path: Path, export: Path, was_normalized: bool | None) -> None:
-    """Raise InputError if a policy needs statistics that are not here; print a line if its file does not show it."""
+    """Raise InputError if a policy needs statistics that are missing. Print a warning if its file does not show it."""
     pickles = [*path.parent.glob("*.pkl"), *path.parent.glob(f"{path.stem}/*.pkl")]  # the latter is the RL Zoo's place
     near = [file.name for file in pickles if file.stem == path.stem or re.search("vec_?norm", file.name.lower())]
     if was_normalized or (was_normalized is None and near):
@@ -317,7 +326,7 @@ def _check_shapes(path: Path, env: gym.Env[Any, Any], layers: list[Layer], act: 
 
 
 def _spec(env: gym.Env[Any, Any]) -> gym.envs.registration.EnvSpec:
-    """The environment's own, without the wrappers of envs.make."""
+    """Return the spec of the environment itself, without the wrappers of envs.make."""
     spec = env.unwrapped.spec
     assert spec is not None, "an environment made by gym.make has one"
     return spec

@@ -1,9 +1,10 @@
-"""A trained policy to look at: an mp4, also where there is no display, or a window.
+"""A trained policy as a video: an mp4, which needs no display, or a window.
 
     make video RUN=runs/sac__Hopper-v4__1 ARGS="--episodes 3"
     make play RUN=runs/sac__Hopper-v4__1
 
-The episodes are those of the run's own evaluations, at the speed of the simulated time. docs/video.md: what is needed.
+The episodes are those of the run's own evaluations, at the speed of the simulated time. docs/video.md lists what to
+install.
 """
 
 import contextlib
@@ -44,22 +45,22 @@ Show = Callable[[], None]
 
 @dataclass(frozen=True)
 class Args:
-    """Which policy, and how it is seen."""
+    """Policy and output."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """A run folder that has a checkpoint."""
     play: bool = False
-    """Show it in a window instead: MuJoCo's viewer, or the environment's own."""
+    """Show a window instead: MuJoCo's viewer, or the environment's own."""
     output: Path | None = None
-    """The mp4; <run>/video.mp4 unless given."""
+    """The mp4 to write; by default <run>/video.mp4."""
     episodes: int = 1
-    """How many, one after another."""
+    """Episodes to show, one after another."""
     sampled: bool = False
-    """Act with the policy's noise; without it as in evaluations."""
+    """Act with the policy's noise; by default act as in evaluations."""
     seed: int | None = None
-    """Seeds the episodes, as --seed does a run's evaluations; the run's own unless given."""
+    """Seed of the episodes, used as a run uses --seed for evaluations; by default the run's own."""
     env: str | None = None
-    """Another environment than the run's, of the same observations and actions."""
+    """An environment with the same observations and actions, instead of the run's."""
 
     def __post_init__(self) -> None:
         at_least(1, episodes=self.episodes)
@@ -69,9 +70,10 @@ class Args:
 
 
 def watch(args: Args) -> None:
-    """Rolls the policy out, seen or recorded, and tells each episode's return and length.
+    """Show or record episodes of the policy, and print the return and length of each.
 
-    Raises InputError where the run does not fit or what draws it is missing, RunError where the file cannot be written.
+    Raise InputError if the run does not fit or a package that draws it is missing. Raise RunError if the file cannot be
+    written.
     """
     torch.set_num_threads(1)
     run = read_run(args.run)
@@ -97,7 +99,7 @@ def watch(args: Args) -> None:
 
 
 class Shown(gym.Wrapper[Any, Any, Any, Any]):
-    """Calls `show` after every reset and every step."""
+    """A wrapper that calls `show` after every reset and every step."""
 
     def __init__(self, env: gym.Env[Any, Any], show: Show) -> None:
         super().__init__(env)
@@ -115,9 +117,12 @@ class Shown(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def seconds_per_step(env: gym.Env[Any, Any]) -> float:
-    """Simulated time, by MuJoCo's clock over a step from a reset, or as the environment tells it, or its frames do."""
+    """Return the simulated seconds of a step: by MuJoCo's clock, the environment's `dt`, or its frames per second.
+
+    With MuJoCo this resets the environment and steps it once.
+    """
     unwrapped: Any = env.unwrapped
-    if _is_mujoco(env):  # mazes and Franka kitchen tell frames per second that are not those of their clocks
+    if _is_mujoco(env):  # the frames per second of mazes and Franka kitchen are not those of their clocks
         env.reset(seed=0)
         before = unwrapped.data.time
         env.step(np.zeros(env.action_space.shape or (), np.float32))
@@ -128,7 +133,11 @@ def seconds_per_step(env: gym.Env[Any, Any]) -> float:
 
 @contextlib.contextmanager
 def mp4(env: gym.Env[Any, Any], path: Path) -> Iterator[Show]:
-    """A film of `env`, made with render_mode rgb_array, H.264; the file is there once it is whole."""
+    """Yield a function that adds a frame of `env` (render_mode rgb_array) to an H.264 video.
+
+    `path` appears when the video is complete. Raise InputError if imageio-ffmpeg or a renderer is missing, or `env`
+    gives no pictures. Raise RunError if the file cannot be written.
+    """
     try:
         from imageio_ffmpeg import write_frames
     except ImportError:
@@ -166,9 +175,9 @@ def mp4(env: gym.Env[Any, Any], path: Path) -> Iterator[Show]:
 
 
 def choose_renderer() -> None:
-    """Sets MUJOCO_GL, unless it is set, to the first way to draw that works here; none but glfw needs a display.
+    """Set MUJOCO_GL to the first renderer that works here, if it is not set. Only glfw needs a display.
 
-    Tried in processes of their own: a way that fails may take the process along. Raises InputError where none works.
+    Each renderer is tried in its own process, because a failure may crash that process. Raise InputError if none works.
     """
     given = os.environ.get("MUJOCO_GL")
     for name in [given] if given else ["egl", "osmesa", "glfw"]:
@@ -184,9 +193,10 @@ def choose_renderer() -> None:
 
 @contextlib.contextmanager
 def window(env: Any) -> Iterator[Show]:
-    """MuJoCo's viewer, or the environment's own where it has render_mode human, at the speed of the simulated time.
+    """Yield a function that updates MuJoCo's viewer, at the speed of the simulated time.
 
-    The program ends when MuJoCo's viewer is closed. Raises InputError where there is no display.
+    An environment with render_mode human draws its own window instead. The program ends when MuJoCo's viewer is closed.
+    Raise InputError if there is no display.
     """
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         raise InputError("there is no display here (DISPLAY is not set): make video makes an mp4 without one")
@@ -200,7 +210,7 @@ def window(env: Any) -> Iterator[Show]:
     try:
         with mujoco.viewer.launch_passive(model, data, show_left_ui=False, show_right_ui=False) as viewer:
             camera = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-            if camera >= 0:  # follow what runs away
+            if camera >= 0:  # follow a robot that leaves the picture
                 viewer.cam.type, viewer.cam.trackbodyid = mujoco.mjtCamera.mjCAMERA_TRACKING, model.cam_bodyid[camera]
                 viewer.cam.distance *= 2.0
             due = time.monotonic()
@@ -215,7 +225,7 @@ def window(env: Any) -> Iterator[Show]:
 
             yield show
     finally:
-        for thread in set(threading.enumerate()) - others:  # the program crashes where it ends before the viewer does
+        for thread in set(threading.enumerate()) - others:  # the program crashes if it ends before the viewer
             thread.join(5.0)
 
 

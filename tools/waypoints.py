@@ -1,7 +1,7 @@
-"""A planner for D4RL's maze2d environments: it walks to one random place after another along shortest paths.
+"""A planner for D4RL's maze2d environments, which walks along shortest paths to one random cell after another.
 
-As the controller does that made D4RL's maze2d data (Farama-Foundation/D4RL, version 1.1): a spring towards the next
-cell of the path, a brake, and noise.
+It works as the controller that made D4RL's maze2d data (Farama-Foundation/D4RL, version 1.1). Its actions are a spring
+towards the next cell of the path, a brake, and noise.
 """
 
 from collections import deque
@@ -11,18 +11,18 @@ import numpy as np
 from envs.vector import Array
 
 SPRING, BRAKE, NOISE = 10.0, 1.0, 0.5
-ARRIVED = 0.4  # distance from a place at which the next one is drawn
+ARRIVED = 0.4  # distance to the goal below which the next goal is drawn
 Cell = tuple[int, int]
 
 
 class Waypoints:
-    """Called with obs [n, 4] of n environments, the same in every call: actions [n, 2] in [-1, 1].
+    """Map obs [n, 4] of n environments, the same in every call, to actions [n, 2] in [-1, 1].
 
-    Each environment has a place of its own to go to, across the ends of its episodes.
+    Each environment has its own goal, which the end of an episode does not change.
     """
 
     def __init__(self, rows: list[str], noise: float, seed: int) -> None:
-        """`rows` of the maze, # for walls, as in `envs.d4rl.WALLS`."""
+        """Plan the paths to every cell of the maze `rows`, in which # is a wall, as in `envs.d4rl.WALLS`."""
         self.cells = [(i, j) for i, row in enumerate(rows) for j, cell in enumerate(row) if cell == "."]
         self.middles = _middle(self.cells)
         self.following = {goal: self._towards(goal) for goal in self.cells}
@@ -39,7 +39,7 @@ class Waypoints:
         return clipped
 
     def _target(self, i: int, position: Array) -> Array:
-        """Where environment i goes now: the middle of the next cell on its path."""
+        """Return the middle of the next cell on the path of environment i."""
         if np.linalg.norm(_middle(self.goals[i]) - position) < ARRIVED:
             self.goals[i] = self._draw()
         near = self.cells[np.square(self.middles - position).sum(1).argmin()]
@@ -49,7 +49,7 @@ class Waypoints:
         return self.cells[self.random.integers(len(self.cells))]
 
     def _towards(self, goal: Cell) -> dict[Cell, Cell]:
-        """For every cell the next one on a shortest path to the goal, found from there in widening circles."""
+        """Return for every cell the next one on a shortest path to the goal, by breadth-first search from there."""
         found, border = {goal: goal}, deque([goal])
         while border:
             i, j = border.popleft()
@@ -61,5 +61,8 @@ class Waypoints:
 
 
 def _middle(cells: Cell | list[Cell]) -> Array:
-    """[2] or [n, 2], in D4RL's coordinates, whose zero is not a corner of the maze (see `envs.d4rl.PointMaze`)."""
+    """Return the middle of one cell or n, [2] or [n, 2], in D4RL's coordinates.
+
+    Their zero is not a corner of the maze (see `envs.d4rl.PointMaze`).
+    """
     return np.array(cells) - 0.2

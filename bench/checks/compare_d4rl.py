@@ -1,9 +1,9 @@
-"""Our D4RL reader beside D4RL's own package: ids, addresses, reference scores, both conversions, equal bit for bit.
+"""Check that our D4RL reader equals D4RL's package: ids, addresses, reference scores, and both conversions bit for bit.
 
     make d4rl
 
-The files are made here at random, in D4RL's layout with and without what its versions left out. D4RL's environments
-cannot be made without mujoco-py; its tables, reader and conversions can.
+The files are random, in D4RL's layout, with and without the columns that some of its versions left out. D4RL's
+environments need mujoco-py; its tables, reader and conversions do not.
 """
 
 import itertools
@@ -24,7 +24,7 @@ HORIZON = 7
 
 
 def make_file(path: Path, seed: int, timeouts: bool, next_observations: bool, terminals: float) -> None:
-    """Random transitions of which a share of `terminals` ends an episode."""
+    """Write random transitions, of which a share of `terminals` ends an episode."""
     random = np.random.default_rng(seed)
     rows = 200 + seed
     with h5py.File(path, "w") as file:
@@ -40,7 +40,7 @@ def make_file(path: Path, seed: int, timeouts: bool, next_observations: bool, te
 
 
 def check_ids(answers: dict[str, dict[str, list[float | None] | str]]) -> None:
-    """Ids, addresses and reference scores."""
+    """Check that ids, addresses and reference scores are equal."""
     os.environ.pop("D4RL_MIRROR", None)
     assert answers["urls"] == {name: d4rl.url(name) for name in d4rl.IDS}, "ids or addresses differ"
     for name, entry in d4rl.IDS.items():
@@ -48,7 +48,7 @@ def check_ids(answers: dict[str, dict[str, list[float | None] | str]]) -> None:
 
 
 def check_conversions(path: Path) -> int:
-    """`qlearning_dataset` and `sequence_dataset` of one file; returns how many transitions were compared."""
+    """Check `qlearning_dataset` and `sequence_dataset` of one file, and return the number of compared transitions."""
     theirs = np.load(path.with_suffix(".qlearning.npz"))
     with h5py.File(path) as file:
         horizon = None if "timeouts" in file else HORIZON

@@ -1,11 +1,12 @@
-"""d3rlpy's IQL or CQL on a D4RL file, evaluated as ours are; run by d3rlpy's own Python.
+"""Train d3rlpy's IQL or CQL on a D4RL file with d3rlpy's own Python, and evaluate it as we evaluate ours.
 
     make d3rlpy ARGS="iql|cql FILE ENVIRONMENT SEED STEPS FOLDER [WIDTH ACTIONS]"
 
-Its own hyperparameters where its authors' reproduction scripts have those of the paper; where not (CQL's hidden layers,
-three there), those of `algos/cql.py`: two, WIDTH (256) wide. CQL samples ACTIONS (10) of each kind. Its reader, its
-updates; only the episodes are evaluated by `common/evaluate.py`, in the same environments, from the same seeds and at
-the same steps. FOLDER gets evaluations.csv and config.json as one of our run folders does.
+Hyperparameters are those of its authors' reproduction scripts if these are the paper's. Otherwise they are those of
+`algos/cql.py`: CQL has two hidden layers of width WIDTH (256), and three in the scripts. CQL samples ACTIONS (10) of
+each kind. D4RL's package reads the file, and d3rlpy makes the updates. Only the evaluation is ours, by
+`common/evaluate.py`, in the same environments, from the same seeds and at the same steps. FOLDER gets evaluations.csv
+and config.json, as one of our run folders does.
 """
 
 import csv
@@ -20,10 +21,10 @@ EPISODES = 10
 
 
 def algorithm(d3rlpy: Any, name: str, steps: int, width: int, actions: int) -> Any:
-    """Its configuration for locomotion, as reproductions/offline/{iql,cql}.py has it."""
+    """Return an agent with d3rlpy's configuration for locomotion, that of reproductions/offline/{iql,cql}.py."""
     hidden = d3rlpy.models.VectorEncoderFactory([width, width])
     encoders = {"actor_encoder_factory": hidden, "critic_encoder_factory": hidden}
-    if name == "cql":  # no Lagrange multiplier: its logarithm starts at 0 and is never moved
+    if name == "cql":  # no Lagrange multiplier: its logarithm starts at 0 and never changes
         return d3rlpy.algos.CQLConfig(alpha_learning_rate=0.0, n_action_samples=actions, **encoders).create()
     decay = d3rlpy.optimizers.CosineAnnealingLRFactory(T_max=steps)
     return d3rlpy.algos.IQLConfig(
@@ -35,7 +36,7 @@ def algorithm(d3rlpy: Any, name: str, steps: int, width: int, actions: int) -> A
 
 
 def d4rl_arrays(path: str) -> dict[str, Any]:
-    """What D4RL's reader gives for the file: all of it, `infos` too."""
+    """Return all arrays that D4RL's reader gives for the file, `infos` included."""
     import d4rl
     import gym
     import h5py
@@ -60,7 +61,7 @@ def main(name: str, path: str, env_id: str, seed: int, steps: int, folder: Path,
 
     arrays = d4rl_arrays(path)
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
-    arrays["timeouts"] = (arrays["timeouts"] != 0) & (arrays["terminals"] == 0)  # it refuses a step that is both
+    arrays["timeouts"] = (arrays["timeouts"] != 0) & (arrays["terminals"] == 0)  # d3rlpy refuses a step that is both
     dataset = d3rlpy.dataset.MDPDataset(**{key: arrays[key] for key in keys})
     d3rlpy.seed(seed)
     agent = algorithm(d3rlpy, name, steps, width, actions)

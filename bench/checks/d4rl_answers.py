@@ -1,9 +1,9 @@
-"""What D4RL's own package says, for `bench/checks/compare_d4rl.py`: run with the Python of .venv-d4rl.
+"""Write the answers of D4RL's own package for `bench/checks/compare_d4rl.py`, with the Python of .venv-d4rl.
 
     python bench/checks/d4rl_answers.py FOLDER HORIZON
 
-Writes FOLDER/ids.json, and for each FOLDER/*.hdf5 the conversion of `qlearning_dataset` to *.qlearning.npz and the
-episodes of `sequence_dataset`, joined, to *.sequences.npz: their lengths, then KEYS.
+Ids and scores go to FOLDER/ids.json. For each FOLDER/*.hdf5, the conversion of `qlearning_dataset` goes to
+*.qlearning.npz. The concatenated episodes of `sequence_dataset` go to *.sequences.npz: their lengths, then KEYS.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""Read the datasets of `bench/checks/compare_libraries.py` with other libraries: run by the Python of .venv-libraries.
+"""Read the datasets of `bench/checks/compare_libraries.py` with other libraries, by the Python of .venv-libraries.
 
     MINARI_DATASETS_PATH=FOLDER/minari python bench/checks/library_answers.py FOLDER
 
-For each FOLDER/ID.hdf5 there is a Minari dataset mine/ID with the same transitions. Prints a line for each check that
-holds, and fails at the first that does not. Also trains a policy of Stable-Baselines3 under a VecNormalize. Writes the
-policy as FOLDER/policy.zip, its statistics as a pickle, and its actions on FOLDER/obs.npy as FOLDER/actions.npy.
+For each FOLDER/ID.hdf5 there is a Minari dataset mine/ID with the same transitions. The program prints a line for each
+check that holds, and fails at the first that does not. It also trains a policy of Stable-Baselines3 under a
+VecNormalize. It writes the policy as FOLDER/policy.zip and its statistics as a pickle. The policy's actions on
+FOLDER/obs.npy go to FOLDER/actions.npy.
 """
 
 import sys
@@ -24,7 +25,7 @@ Data = dict[str, Array]
 
 
 def joined(observations: Any) -> Array:
-    """[n, obs_dim], float32: the entries of a dict in the order of their names."""
+    """Return observations as float32 [n, obs_dim], with the entries of a dict in the order of their names."""
     if not hasattr(observations, "keys"):
         return np.asarray(observations, np.float32)
     return np.concatenate([joined(observations[key]) for key in sorted(observations.keys())], axis=1)
@@ -42,7 +43,7 @@ def steps_to_end(env: gym.Env[Any, Any]) -> int:
 
 
 def check_minari(name: str, data: Data) -> str:
-    """Minari's own check of its tests, `check_env_recovery` (tests/common.py), and its episodes."""
+    """Check the recovered environment, as `check_env_recovery` of Minari's tests/common.py does, and the episodes."""
     dataset, env = minari.load_dataset(f"mine/{name}"), gym.make(name)
     recovered = dataset.recover_environment()
     assert recovered.spec == env.spec, f"{recovered.spec} is not {env.spec}"
@@ -65,7 +66,10 @@ def check_minari(name: str, data: Data) -> str:
 
 
 def check_d3rlpy(name: str, data: Data) -> str:
-    """Its 2.8.1 joins n + 1 observations and n actions of each episode, so that only the first one's are compared."""
+    """Check what d3rlpy reads, but only the first episode's observations.
+
+    d3rlpy 2.8.1 concatenates n + 1 observations and n actions of each episode, so later observations are shifted.
+    """
     from d3rlpy.datasets import get_minari
 
     dataset, env = get_minari(f"mine/{name}")
@@ -94,7 +98,7 @@ def check_torchrl(name: str, data: Data, root: Path) -> str:
 
 
 def train_policy(folder: Path) -> None:
-    """PPO under a VecNormalize that clips, for some hundred steps."""
+    """Train PPO under a VecNormalize that clips, for some hundred steps, and write policy, statistics and actions."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 

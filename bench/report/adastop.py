@@ -1,13 +1,13 @@
-"""AdaStop: how many seeds tell algorithms apart, by permutation tests at several interims with one error rate.
+"""AdaStop: find how many seeds separate algorithms, by permutation tests at several interims with one error rate.
 
 Source: Mathieu et al. 2023, "AdaStop: adaptive statistical testing for sound comparisons of Deep RL agents". Two things
-differ, and docs/compare.md says by how much:
-- Several comparisons are held together by Holm's step-down (1979) over separate tests, not by the greatest difference
-  of all: that is proved for any scores, and an algorithm with a wide spread hides no other's difference.
-- Level that an interim cannot spend, because too many divisions differ equally, is lost, not carried on: the proof
-  needs it.
-The authors' package is not used: adastop 0.1.3 sets its boundaries by signed differences and holds absolute ones
-against them, so that it errs twice as often as it is told to.
+differ, and docs/compare.md measures their effect:
+- Several comparisons are combined by Holm's step-down (1979) over separate tests, not by the greatest difference of
+  all. This is proved for any scores, and an algorithm with a wide spread cannot hide another's difference.
+- If too many divisions have equal differences, an interim cannot spend its whole level. The rest is lost and not
+  carried over, because the proof needs that.
+The authors' package is not used. adastop 0.1.3 compares absolute differences with boundaries of signed ones, so it errs
+twice as often as requested.
 """
 
 import itertools
@@ -29,16 +29,16 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Design:
-    """Fixed before the first score is seen. Raises InputError where it makes no sense, or could never decide."""
+    """Design of the test, fixed before the first score is known. Raise InputError if a value is out of range."""
 
     seeds: int = 5
     """N, new seeds of each algorithm at every interim."""
     interims: int = 5
-    """K, how often the scores are looked at, at most."""
+    """K, maximum number of times that the scores are tested."""
     alpha: float = 0.05
-    """The chance, at most, that any two equal algorithms are called different, over all interims and comparisons."""
+    """Largest probability, over all interims and comparisons, that any two equal algorithms are called different."""
     permutations: int = 10_000
-    """B, random ones, where all are more than that."""
+    """B, number of random permutations, if there are more than that."""
 
     def __post_init__(self) -> None:
         at_least(1, seeds=self.seeds, interims=self.interims, permutations=self.permutations)
@@ -46,32 +46,35 @@ class Design:
             raise InputError(f"--alpha is {self.alpha}: give a number between 0 and 1")
 
     def at_most(self, permutations: int, comparisons: int) -> int:
-        """So many permutations may cross an interim's boundary where so many comparisons are undecided."""
+        """Return how many of `permutations` may cross an interim's boundary while `comparisons` are undecided."""
         return int(self.alpha / self.interims / comparisons * permutations + 1e-9)
 
 
 class Found(NamedTuple):
-    """What the interims so far decided."""
+    """The decisions of the interims so far."""
 
     better: dict[Pair, str]
     """The better one of each pair that differs."""
     undecided: list[Pair]
     interims: int
-    """How many there were."""
+    """Number of interims so far."""
 
 
 def decide(scores: Mapping[str, Scores], pairs: Sequence[Pair], design: Design) -> Found:
-    """Goes through the interims, N more seeds each, until all pairs are decided, the next N are missing, or K are done.
+    """Test at interim after interim, with N more seeds each, and return the decisions.
 
-    `scores`: of each name [tasks, seeds], the seeds in their order; a name whose pairs are all decided needs no more.
-    Several tasks are one comparison: scores are divided by their deviation within the task at the first interim, and
-    permuted within the task. The result is a function of these arguments. Raises InputError where the design can decide
+    Stop when all pairs are decided, seeds of the next interim are missing, or K interims are done.
+
+    `scores` holds for each name [tasks, seeds], the seeds in order. A name whose pairs are all decided needs no more.
+    Several tasks are one comparison: scores are standardised by the first interim's mean and deviation within the task,
+    and permuted within the task. The result is a function of these arguments. Raise InputError if the design can decide
     none of so many pairs, whatever the scores.
 
-    A permutation divides the 2N scores of a pair anew, at each interim and on each task; its statistic at interim k is
-    the absolute difference of the two sums so far. The pair's boundary at interim k is the smallest that at most α/(KC)
-    of all permutations cross there without having crossed before, C pairs being undecided. A pair whose division as it
-    was seen crosses is decided, C is less, and boundaries are set anew, until none does.
+    A permutation divides the 2N scores of a pair again, at each interim and on each task. Its statistic at interim k is
+    the absolute difference of the two sums so far. With C undecided pairs, the pair's boundary at interim k is the
+    smallest that at most α/(KC) of all permutations cross. Permutations that crossed before do not count there. A pair
+    whose observed division crosses is decided. Then C is smaller, and boundaries are computed again, until no pair
+    crosses.
     """
     undecided, better, done = list(pairs), dict[Pair, str](), 0
     scores = _standardized(scores, sorted({name for pair in pairs for name in pair}), design.seeds)
@@ -102,12 +105,15 @@ def _step_down(
     crossed: dict[Pair, NDArray[np.bool_]],
     design: Design,
 ) -> dict[Pair, str]:
-    """One interim: the better one of each pair decided there; `crossed` gains what the others' boundaries cut off."""
+    """Return the better one of each pair decided at one interim.
+
+    Add to `crossed` the permutations that cross the other pairs' boundaries.
+    """
     better: dict[Pair, str] = {}
     while left := [pair for pair in undecided if pair not in better]:
         at_most = design.at_most(len(differences[left[0]]), len(left))
         beyond = {pair: beyond_boundary(np.abs(differences[pair]), crossed[pair], at_most) for pair in left}
-        decided = [pair for pair in left if beyond[pair][0]]  # the first division is the one that was seen
+        decided = [pair for pair in left if beyond[pair][0]]  # the first division is the observed one
         if not decided:
             crossed |= {pair: crossed[pair] | beyond[pair] for pair in left}
             break
@@ -116,7 +122,10 @@ def _step_down(
 
 
 def _standardized(scores: Mapping[str, Scores], names: Sequence[str], seeds: int) -> dict[str, Scores]:
-    """Those of `names`, with mean 0 and deviation 1 within each task over the first `seeds` of all of them."""
+    """Return the scores of `names` with mean 0 and deviation 1 within each task, over the first `seeds` of all names.
+
+    Return no scores if any of these is missing.
+    """
     first = np.concatenate([scores[name][:, :seeds] for name in names], axis=1)
     if first.shape[1] < len(names) * seeds:
         return {name: scores[name][:, :0] for name in names}
@@ -125,21 +134,24 @@ def _standardized(scores: Mapping[str, Scores], names: Sequence[str], seeds: int
 
 
 def beyond_boundary(statistics: NDArray[np.float64], crossed: NDArray[np.bool_], at_most: int) -> NDArray[np.bool_]:
-    """Which of those not yet crossed lie beyond the smallest boundary that `at_most` cross; equal ones go together."""
+    """Return which permutations not yet crossed lie beyond the smallest boundary that at most `at_most` cross.
+
+    Equal statistics lie on the same side.
+    """
     left: NDArray[np.bool_] = ~crossed & np.ones(len(statistics), bool)
     values = np.sort(statistics[left])
     if at_most >= len(values):
         return left
     boundary = values[-1 - at_most]
-    left &= statistics > boundary + 1e-9 * (1.0 + boundary)  # sums in another order differ a little
+    left &= statistics > boundary + 1e-9 * (1.0 + boundary)  # sums in another order round differently
     return left
 
 
 def divisions(design: Design, tasks: int, seed: int) -> Iterator[NDArray[np.int8]]:
-    """For each interim, signs [permutations, tasks · 2N]: N of a pair's 2N scores on each task count +1, the others -1.
+    """Yield signs [permutations, tasks · 2N] for each interim: +1 for N of a pair's 2N scores on each task, else -1.
 
-    All there are over all interims and tasks, or, where they are more than `permutations`, so many random ones. Row i
-    of every interim belongs to one permutation of all scores; the first leaves them where they are.
+    These are all permutations over all interims and tasks, or `permutations` random ones if there are more. Row i of
+    every interim belongs to one permutation of all scores. The first row is the observed division.
     """
     n = design.seeds
     kinds = math.comb(2 * n, n)

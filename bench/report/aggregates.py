@@ -1,7 +1,7 @@
-"""Tables of what was learned online, and statistics across environments or datasets.
+"""Tables of the returns of online runs, and statistics across environments or datasets.
 
-Returns of online runs are divided by the return that was published of the same algorithm in the same environment after
-a million steps: 1 is the published result. Datasets have their normalised scores.
+Returns of online runs are divided by the return that was published of the same algorithm and environment after a
+million steps. So 1 is the published result. Runs on datasets have normalised scores.
 """
 
 from collections import defaultdict
@@ -22,11 +22,11 @@ from bench.report.intervals import (
 from bench.report.tables import Table, spread
 
 STEPS = (100_000, 300_000, 1_000_000)
-Runs = dict[str, dict[str, list[float]]]  # algorithm to environment or dataset to each seed's score
+Runs = dict[str, dict[str, list[float]]]  # each seed's score, by algorithm and by environment or dataset
 
 
 def reached(curves: Curves, step: int) -> Runs:
-    """The scores at `step` of the seeds that got there."""
+    """Return the scores at `step` of the seeds that reached it."""
     runs: Runs = defaultdict(dict)
     for (algo, task), seeds in curves.items():
         if values := list(there(seeds, step).values()):
@@ -35,7 +35,10 @@ def reached(curves: Curves, step: int) -> Runs:
 
 
 def online_runs(step: int) -> tuple[Runs, Runs]:
-    """Ours and the published at `step`, by the published mean after the last of STEPS, where there is one."""
+    """Return our and the published runs at `step`, divided by the published mean at the last of STEPS.
+
+    Tasks without published runs are left out.
+    """
     theirs = published()
     unit = {key: np.mean(list(there(seeds, STEPS[-1]).values())) for key, seeds in theirs.items()}
     ours = {key: seeds for key, seeds in online().items() if key in unit}
@@ -47,12 +50,12 @@ def online_runs(step: int) -> tuple[Runs, Runs]:
 
 
 def only_means() -> set[str]:
-    """The algorithms of whose published runs there is no more than their mean."""
+    """Return the algorithms of which only the mean over the runs was published."""
     return {algo for (algo, _), seeds in published().items() if any(seed.startswith("mean") for seed in seeds)}
 
 
 def beside(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tuple[str, str]:
-    """On how many tasks and seeds both were run, and the probability that a run of the first is the better one."""
+    """Return the number of common tasks and their seeds, and the probability that a run of `ours` scores higher."""
     both = [task for task in ours if task in theirs]
     if not both:
         return "", "not run"
@@ -62,7 +65,7 @@ def beside(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tupl
 
 
 def online_aggregates() -> Table:
-    """Interquartile means over the environments, ours beside the published, and the probability of being better."""
+    """Return our and the published interquartile means over the environments, and the probability of improvement."""
     heads = "", "steps", "onramp", "published", "a run of onramp is better", "environments: seeds of each"
     table = Table(heads)
     for algo in sorted({algo for algo, _ in online()}):
@@ -79,8 +82,9 @@ def online_aggregates() -> Table:
 
 
 def improvements(runs: Runs, names: dict[str, str]) -> Table:
-    """Every algorithm of `names` against every later one, on the tasks that both were run on; scores of one task have
-    one unit.
+    """Return the probability of improvement of each algorithm in `names` over each later one, on their common tasks.
+
+    Scores of the same task must have the same unit.
     """
     table = Table(("", "probability", "tasks: seeds of each"))
     for a, b in combinations([name for name in names if name in runs], 2):
@@ -90,26 +94,26 @@ def improvements(runs: Runs, names: dict[str, str]) -> Table:
 
 
 def profiles(runs: dict[str, dict[str, list[float]]]) -> tuple[Values, dict[str, Estimate]]:
-    """Thresholds from 0 to above the best run, and of each of `runs` the share above them."""
+    """Return thresholds from 0 to above the best run, and for each of `runs` the share above each threshold."""
     best = max(max(seeds) for tasks in runs.values() for seeds in tasks.values())
     thresholds = np.linspace(0.0, 1.05 * best, 106)
     return thresholds, {name: estimate(profile(thresholds), list(tasks.values())) for name, tasks in runs.items()}
 
 
 def spread_at(seeds: dict[str, Curve], step: int) -> str:
-    """Mean ± standard deviation over the seeds that got there, and how many those are."""
+    """Return "mean ± standard deviation (number)" of the seeds that reached `step`."""
     found = there(seeds, step)
     return spread(found.values(), 0, number_of(found))
 
 
 def interquartile(seeds: dict[str, Curve], step: int) -> str:
-    """Interquartile mean over the seeds that got there, and its 95 % interval, of four or more."""
+    """Return the interquartile mean and 95 % interval of the seeds that reached `step`, or "" for fewer than four."""
     values = list(there(seeds, step).values())
     return estimate(interquartile_mean, [values]).text() if len(values) >= MIN_SEEDS_FOR_CI else ""
 
 
 def learning_table() -> Table:
-    """Return at equal steps, ours beside the published."""
+    """Return the table of our and the published returns at equal steps."""
     table = Table(("", "steps", "onramp", "interquartile mean", "published"))
     theirs = published()
     for (algo, env), seeds in online().items():
@@ -120,9 +124,10 @@ def learning_table() -> Table:
 
 
 def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...]) -> Table:
-    """Return at equal steps of an algorithm's defaults and of another setting, in results/ablations/<other>.
+    """Return the table of returns at equal steps with an algorithm's defaults and with another setting.
 
-    The last column is the probability that a run of the other setting returns more than one of the defaults.
+    The latter's runs are in results/ablations/<other>. The last column is the probability that such a run returns more
+    than one with the defaults.
     """
     table = Table(("", "steps", "defaults", label, "probability of improvement"))
     kept, changed = online(), online("ablations")

@@ -1,9 +1,9 @@
-"""Keeps what the report needs of runs, and reads it: config.json, without the folders of this machine, and every
-evaluation episode in evaluations.csv.gz.
+"""Keep the files of runs that the report needs, and read them.
 
-python bench/report/archive_run.py runs/iql__hopper-medium__1 results/offline/iql/hopper-medium/1
+    python bench/report/archive_run.py runs/iql__hopper-medium__1 results/offline/iql/hopper-medium/1
 
-A folder of results that holds evaluations.csv itself is brought into the same form by naming it twice.
+The files are config.json, without the folders of this machine, and evaluations.csv.gz, with every evaluation episode.
+To convert a folder of results that holds evaluations.csv itself, give it twice.
 """
 
 import csv
@@ -27,7 +27,7 @@ KEPT_EVALUATIONS = f"{EVALUATIONS}.gz"
 
 
 class Kept(NamedTuple):
-    """A run in results/: what learned what with which seed, its config.json, and a row for each evaluation episode."""
+    """A run in results/: algorithm, task, seed, its config.json, and a row for each evaluation episode."""
 
     algo: str
     task: str
@@ -37,10 +37,11 @@ class Kept(NamedTuple):
 
 
 def keep(run: Path, kept: Path) -> None:
-    """Write what the report needs of `run` to `kept`.
+    """Write the files that the report needs of `run` to `kept`.
 
-    Of a path only the last part stays, or the last three if that part is a seed. Of the run's own folder nothing
-    stays, and of metrics.csv how long the run took. Raises InputError if config.json is not a run's.
+    A path is shortened to its last part, or to the last three if that part is a seed. The run's own folder is left out.
+    Of metrics.csv only the run's time stays. If both folders are the same, evaluations.csv is deleted after it is
+    compressed. Raise InputError if config.json is not a run's.
     """
     config = read_config(run, "does not hold a run's arguments: give a run folder")
     arguments = config["arguments"]
@@ -61,8 +62,9 @@ def keep(run: Path, kept: Path) -> None:
 
 
 def time_taken(metrics: Path, first_step: int) -> dict[str, float]:
-    """Wall-clock seconds, evaluations included, and the median of the steps per second, both of the log's intervals:
-    what a run did again after it was killed is not in the log, and not here.
+    """Return wall-clock seconds, evaluations included, and the median of the steps per second.
+
+    Both come from the intervals of the log. Steps that a killed run repeated are not in the log, so they do not count.
     """
     seconds, rates, before = 0.0, [], first_step
     with metrics.open(newline="") as file:
@@ -75,8 +77,9 @@ def time_taken(metrics: Path, first_step: int) -> dict[str, float]:
 
 
 def kept_runs(folder: Path) -> Iterator[Kept]:
-    """All of folder/<algorithm>/<environment or dataset>/<seed>/, in order. Raises InputError for one that `keep` did
-    not write, so that no run is left out without a word.
+    """Yield all runs in folder/<algorithm>/<environment or dataset>/<seed>/, in order.
+
+    Raise InputError for a run that `keep` did not write, so that none is left out silently.
     """
     for config in sorted(folder.glob(f"*/*/*/{CONFIG}")):
         where, (algo, task, seed) = config.parent, config.parts[-4:-1]
@@ -95,7 +98,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    """Keeps a run. Raises InputError if a file that it needs is missing."""
+    """Keep a run. Raise InputError if a file that this needs is missing."""
     for name in (CONFIG, EVALUATIONS):
         if not (args.run / name).is_file():
             raise InputError(f"{args.run} has no {name}: give a run folder, then the folder to keep it in")

@@ -1,10 +1,10 @@
-"""How many more seeds are needed to say that A beats B: AdaStop's sequential test on run folders, and driving a sweep.
+"""Decide with AdaStop's sequential test whether A beats B, and how many more seeds that needs.
 
-    python bench/report/compare.py results --names sac td3 --tasks Hopper-v4     # what the runs that are there decide
+    python bench/report/compare.py results --names sac td3 --tasks Hopper-v4     # tests the existing runs
     make compare SUITE=online-1m ARGS="--names sac td3 --tasks Hopper-v4"     # runs more seeds until it is decided
 
 Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. Seeds 1 to N are the first interim's, N +
-1 to 2N the second's, and so on: no seed is chosen by its score. docs/compare.md says what is guaranteed and what not.
+1 to 2N the second's, and so on, so no seed is chosen by its score. docs/compare.md explains what is guaranteed.
 """
 
 import dataclasses
@@ -29,35 +29,35 @@ from common.command_line import command_line
 from common.errors import InputError, RunError
 
 Run = tuple[str, str, int]  # name, task, seed
-EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # a run's own, or as bench/report/archive_run.py keeps it
+EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # also the .gz that bench/report/archive_run.py writes
 
 
 @dataclass(frozen=True)
 class Args:
-    """What to compare, and how sure to be."""
+    """Runs to compare, and design of the test."""
 
     folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
-    """Holds <name>/<task>/<seed>/; with --suite, <suite>/<name>/<task>/<seed>/."""
+    """Folder of <name>/<task>/<seed>/, or with --suite of <suite>/<name>/<task>/<seed>/."""
     suite: str | None = None
-    """Run the seeds that are needed, of this suite; otherwise only say which they are."""
+    """Run the seeds that are needed, from this suite; by default only print them."""
     names: tuple[str, ...] = ()
-    """Two or more; those in the folder or the suite unless given."""
+    """Two or more names to compare; by default all of the folder or the suite."""
     tasks: tuple[str, ...] = ()
-    """Several are one comparison, over all of them; those that all names have unless given."""
+    """Tasks, which are one comparison over all of them; by default those that all names have."""
     against: str | None = None
-    """Compare all others with this one only, not with each other."""
+    """Compare all others with this name only, not with each other."""
     column: Literal["return", "normalized_score", "success"] = "return"
-    """What counts."""
+    """Column of evaluations.csv to compare."""
     step: int | None = None
-    """Score at this step, between evaluations on a line; the last that any of the runs evaluated at unless given."""
+    """Step of the scores, interpolated linearly; by default the last evaluation of any of the runs."""
     last: int = 1
-    """Mean over so many evaluations, up to that step."""
+    """Number of evaluations to average, up to that step."""
     seeds: int = 5
     """N, new seeds of each name at every interim."""
     interims: int = 5
-    """K, interims at most: with K·N seeds it ends."""
+    """K, maximum number of interims: the test ends with K·N seeds."""
     alpha: float = 0.05
-    """The chance, at most, that any two equal ones are called different."""
+    """Largest probability that any two equal names are called different."""
 
     @property
     def design(self) -> Design:
@@ -66,19 +66,19 @@ class Args:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The decisions so far, and what they rest on."""
+    """The decisions so far, and the scores that they are based on."""
 
     names: tuple[str, ...]
     tasks: tuple[str, ...]
     steps: dict[str, int | None]
-    """Of each task, the step of its scores; None where there are none."""
+    """The step of each task's scores, or None if there are none."""
     scores: dict[Run, float]
     found: Found
     design: Design
 
 
 def compare(args: Args) -> Comparison:
-    """Reads the scores that are there and applies the test. Raises InputError where something does not fit."""
+    """Read the existing scores and apply the test. Raise InputError if names, tasks, design or scores do not fit."""
     there = [] if args.names and args.tasks else runs_in(args.folder)
     names, tasks = chosen(args, str(args.folder), there)
     pairs = [pair for pair in itertools.combinations(names, 2) if args.against in (None, *pair)]
@@ -92,7 +92,7 @@ def compare(args: Args) -> Comparison:
 
 
 def runs_in(folder: Path) -> list[tuple[str, str]]:
-    """Return the (name, task) of every run in a folder, sorted. Raises InputError if it holds none or is absent."""
+    """Return the (name, task) of every run in a folder, sorted. Raise InputError if it holds none or is absent."""
     paths = {path.parent.parent for path in folder.glob(f"*/*/*/{EVALUATIONS}")}
     if not paths:
         raise InputError(
@@ -105,7 +105,7 @@ def runs_in(folder: Path) -> list[tuple[str, str]]:
 def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names and the tasks to compare: those given, else those that `where` has.
 
-    `there`: the (name, task) of each of its runs. Raises InputError if they are no comparison.
+    `there` holds the (name, task) of each of its runs. Raise InputError if they are no comparison.
     """
     names = args.names or tuple(dict.fromkeys(name for name, _ in there))
     if len(set(names)) < 2 or len(set(names)) < len(names):
@@ -122,9 +122,9 @@ def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tu
 
 
 def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, float], int | None]:
-    """The score of each finished run on a task, by (name, task, seed), and the step they are taken at.
+    """Return the score of each finished run on a task, by (name, task, seed), and the step of the scores.
 
-    A run that has not got to that step, or still has a checkpoint and no DONE, is not there yet.
+    Runs that have not reached that step, or that have a checkpoint and no DONE, are left out.
     """
     curves = {}
     for name in names:
@@ -144,7 +144,7 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
 
 
 def read_curve(path: Path, column: str) -> Curve:
-    """Step to the mean over the evaluation's episodes. Raises InputError where the file does not give that."""
+    """Return the mean over each evaluation's episodes by step. Raise InputError if the file lacks it."""
     try:
         curve = means(run_folder.read_evaluations(path), lambda row: float(row[column]))
     except (KeyError, TypeError, ValueError) as error:
@@ -157,14 +157,17 @@ def read_curve(path: Path, column: str) -> Curve:
 
 
 def _blocks(scores: dict[Run, float], name: str, tasks: Sequence[str], design: Design) -> Scores:
-    """[tasks, seeds]: the name's scores of seeds 1, 2, ... as far as whole interims of all tasks are there."""
+    """Return the name's scores [tasks, seeds] of seeds 1, 2, ... of the interims that are complete on all tasks."""
     there = itertools.takewhile(lambda seed: all((name, t, seed) in scores for t in tasks), itertools.count(1))
     whole = len(list(there)) // design.seeds * design.seeds
     return np.array([[scores[name, task, seed] for seed in range(1, whole + 1)] for task in tasks], float)
 
 
 def next_seeds(comparison: Comparison) -> list[Run]:
-    """The runs that the next interim lacks, seeds outermost; none once all is decided or the last interim is over."""
+    """Return the missing runs of the next interim, ordered by seed.
+
+    There are none after the last interim, or if all is decided.
+    """
     found, design = comparison.found, comparison.design
     if found.interims == design.interims:
         return []
@@ -175,9 +178,9 @@ def next_seeds(comparison: Comparison) -> list[Run]:
 
 
 def until_decided(args: Args, run: Callable[[list[Run]], None]) -> Comparison:
-    """Lets `run` make the runs that are needed, until all is decided or the limit is reached.
+    """Call `run` with the runs that are needed, until all is decided or the limit is reached.
 
-    Raises RunError where `run` came back and its runs are still not there.
+    Raise RunError if `run` returned and some of its runs still have no score.
     """
     asked: list[Run] = []
     while True:
@@ -194,7 +197,7 @@ def until_decided(args: Args, run: Callable[[list[Run]], None]) -> Comparison:
 
 
 def report(comparison: Comparison) -> str:
-    """A line for each pair, and one for each name whose seeds are still needed."""
+    """Return a line for each pair, and one for each name and task whose seeds are still needed."""
     found, design = comparison.found, comparison.design
     at = ", ".join(task if step is None else f"{task} at step {step:,}" for task, step in comparison.steps.items())
     lines = [f"{at}: {found.interims} of {design.interims} interims of {design.seeds} seeds"]
@@ -224,7 +227,10 @@ def _decision(pair: Pair, comparison: Comparison) -> str:
 
 
 def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
-    """What a suite says, and how its runs are made."""
+    """Return the arguments completed by a suite, and the function that makes its runs.
+
+    Raise InputError if the suite does not have the names and tasks.
+    """
     suite, entries = read_suite(name)
     seeds = tuple(range(1, args.seeds * args.interims + 1))
     found = jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
@@ -245,7 +251,7 @@ def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
 
 
 def refuse_unknown(args: Args, where: str, there: Sequence[tuple[str, str]], cure: str) -> None:
-    """Raise InputError for the first of --names and --tasks that no run in `there` has: a typing error is not new."""
+    """Raise InputError for the first of --names and --tasks that no run in `there` has, which may be a typing error."""
     for flag, given, column in (("--names", args.names, 0), ("--tasks", args.tasks, 1)):
         known = sorted({pair[column] for pair in there})
         for each in given:

@@ -1,8 +1,8 @@
 """Learning curves of our runs and of published ones, from the raw data in results/ and nothing else.
 
-In results/offline/<algorithm>/<dataset>/<seed> steps count up to 0, the end of the updates that its config.json asks
-for, whether the run got there or not; in results/online/<algorithm>-<retain>/ and in <variant>/ of results/wsrl,
-results/wsrl-longer and results/expo they count on from 0.
+In results/offline/<algorithm>/<dataset>/<seed> steps count up to 0, the end of the updates in its config.json. The run
+may have ended before. Steps continue after 0 in results/online/<algorithm>-<retain>/, and in <variant>/ of
+results/wsrl, results/wsrl-longer and results/expo.
 """
 
 import csv
@@ -20,11 +20,11 @@ from offline.scores import normalized, reference
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
-Curves = dict[tuple[str, str], dict[str, Curve]]  # (algorithm, environment or dataset) to seed to curve
+Curves = dict[tuple[str, str], dict[str, Curve]]  # by (algorithm, environment or dataset), then by seed
 
 
 def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:
-    """The mean of `of` over each evaluation's episodes, of which evaluations.csv has a row each."""
+    """Return the mean of `of` over each evaluation's episodes; a row of evaluations.csv is an episode."""
     episodes: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         episodes[int(row["step"])].append(of(row))
@@ -32,7 +32,7 @@ def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float])
 
 
 def curves_of(folder: str, curve_of: Callable[[Kept], Curve | None]) -> Curves:
-    """The curve of every run in results/<folder>/<algorithm>/<environment or dataset>/<seed> that has one."""
+    """Return the curve of every run in results/<folder>/<algorithm>/<environment or dataset>/<seed> that has one."""
     curves: Curves = defaultdict(dict)
     for run in kept_runs(RESULTS / folder):
         if (curve := curve_of(run)) is not None:
@@ -41,12 +41,12 @@ def curves_of(folder: str, curve_of: Callable[[Kept], Curve | None]) -> Curves:
 
 
 def online(folder: str = "") -> Curves:
-    """The returns of what learned online alone."""
+    """Return the curves of returns in results/<folder>, whose runs learned only online."""
     return curves_of(folder, lambda run: means(run.rows, lambda row: float(row["return"])))
 
 
 def published() -> Curves:
-    """The same of `results/published.csv`."""
+    """Return the curves of returns in results/published.csv."""
     curves: Curves = defaultdict(lambda: defaultdict(dict))
     with (RESULTS / "published.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -55,13 +55,14 @@ def published() -> Curves:
 
 
 def scores(folder: str) -> Curves:
-    """Of results/<folder>: scores, as `score_curve` has them."""
+    """Return the curves of scores in results/<folder>, as `score_curve` computes them."""
     return curves_of(folder, score_curve)
 
 
 def score_curve(run: Kept) -> Curve:
-    """Normalised scores (`offline.scores`), the run's own where its environment came with the dataset; or where
-    episodes are solved or not, how many per cent of them are.
+    """Return a run's normalised scores, or the percentage of solved episodes if there is no normalised score.
+
+    The reference of `offline.scores` is preferred. If it has none for the environment, the run's own scores are used.
     """
     between = reference(run.config["arguments"]["env"])
 
@@ -78,7 +79,7 @@ def score_curve(run: Kept) -> Curve:
 
 
 def successes(folder: str) -> Curves:
-    """Of results/<folder>: how many per cent of an evaluation's episodes succeed at some step, where that is known."""
+    """Return for results/<folder> the percentage of episodes that succeed at some step, of runs that recorded it."""
 
     def per_cent(run: Kept) -> Curve | None:
         is_known = all(row["success"] for row in run.rows)
@@ -88,7 +89,7 @@ def successes(folder: str) -> Curves:
 
 
 def by_updates() -> Curves:
-    """The scores of results/offline, their steps counted from the first update."""
+    """Return the curves of scores in results/offline, with steps counted from the first update."""
 
     def shifted(run: Kept) -> Curve:
         total = run.config["arguments"]["offline_steps"]
@@ -98,8 +99,9 @@ def by_updates() -> Curves:
 
 
 def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
-    """Of results/<folder>: wall-clock minutes of the runs of each (algorithm, dataset), evaluations included, divided
-    by their steps.
+    """Return for results/<folder> the wall-clock minutes per step of each run, by (algorithm, dataset).
+
+    Evaluations are included. Runs without a recorded time are left out.
     """
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in kept_runs(RESULTS / folder):
@@ -110,13 +112,13 @@ def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
 
 
 def behaviour(dataset: str) -> float | None:
-    """Mean score of the episodes of a dataset of our suite, as `tools/datasets.py` wrote it; None of any other."""
+    """Return the mean score of a dataset's episodes, as `tools/datasets.py` wrote it, or None outside our suite."""
     path = RESULTS / "datasets" / f"{dataset}.json"
     return float(json.loads(path.read_text())["score"]) if path.exists() else None
 
 
 def at(curve: Curve, step: int) -> float | None:
-    """Value at `step`, linear between two evaluations; None outside of the curve."""
+    """Return the value at `step`, interpolated linearly between two evaluations, or None outside the curve."""
     below, above = [s for s in curve if s <= step], [s for s in curve if s >= step]
     if not below or not above:
         return None
@@ -125,17 +127,17 @@ def at(curve: Curve, step: int) -> float | None:
 
 
 def there(seeds: dict[str, Curve], step: int) -> dict[str, float]:
-    """The values at `step` of the seeds that got there."""
+    """Return the values at `step` of the seeds that reached it."""
     return {seed: value for seed, curve in seeds.items() if (value := at(curve, step)) is not None}
 
 
 def aligned(seeds: dict[str, Curve], last: int | None = None) -> tuple[list[int], NDArray[np.float64]]:
-    """The steps until `last` at which all seeds were evaluated, and their values [seeds, steps]."""
+    """Return the steps until `last` at which all seeds were evaluated, and the values [seeds, steps]."""
     common = set.intersection(*map(set, seeds.values()))
     steps = sorted(step for step in common if last is None or step <= last)
     return steps, np.array([[curve[step] for step in steps] for curve in seeds.values()])
 
 
 def number_of(seeds: Iterable[str]) -> int:
-    """How many seeds these are; one called mean10 is the mean of ten, of which no more was published."""
+    """Return the number of seeds. One called mean10 is the mean of ten, whose single curves were not published."""
     return sum(int(seed.removeprefix("mean")) if seed.startswith("mean") else 1 for seed in seeds)

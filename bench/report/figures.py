@@ -1,6 +1,6 @@
-"""Figures of the report: learning curves with intervals, performance profiles, interquartile means; as PNG or as SVG.
+"""Figures of the report, as PNG or SVG: learning curves with intervals, performance profiles, interquartile means.
 
-Colours are those of Okabe and Ito, which the colour-blind tell apart, and line styles differ too.
+Colours are those of Okabe and Ito, which colour-blind readers can distinguish. Line styles differ too.
 """
 
 import base64
@@ -22,11 +22,11 @@ mpl.rcParams["svg.hashsalt"] = "onramp"  # the same figure has the same bytes
 mpl.rcParams["svg.fonttype"] = "none"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#666666"
-SIZE = (4.3, 3.4)  # inches: on a phone's 360 pixels its letters are still 10 pixels high
+SIZE = (4.3, 3.4)  # inches; its letters are still 10 pixels high on a phone 360 pixels wide
 
 
 class Line(NamedTuple):
-    """What one algorithm, or someone else's, is drawn with."""
+    """Name, colour and line style of one algorithm, ours or published."""
 
     name: str
     colour: str
@@ -34,12 +34,15 @@ class Line(NamedTuple):
 
     @property
     def look(self) -> dict[str, Any]:
-        """The same for Matplotlib."""
+        """Return colour and line style as Matplotlib's keyword arguments."""
         return {"color": self.colour, "linestyle": self.style}
 
 
 def draw_curves(axes: Axes, line: Line, seeds: dict[str, Curve], last: int | None = None) -> None:
-    """The interquartile mean of four seeds or more, and its interval; of fewer a line for each; up to step `last`."""
+    """Draw the interquartile mean of four or more seeds and its interval, or a line for each of fewer.
+
+    Curves end at step `last`.
+    """
     steps, values = aligned(seeds, last)
     if len(values) >= MIN_SEEDS_FOR_CI:
         found = estimate(interquartile_mean, [values])
@@ -54,7 +57,7 @@ def draw_curves(axes: Axes, line: Line, seeds: dict[str, Curve], last: int | Non
 
 
 def draw_interval(axes: Axes, line: Line, x: Sequence[float] | Values, found: Estimate, **how: Any) -> None:
-    """The band between the ends of an interval, where there is one."""
+    """Draw the band between the ends of an interval, if there is one."""
     if found.low is not None and found.high is not None:
         axes.fill_between(x, found.low, found.high, color=line.colour, alpha=0.2, linewidth=0, **how)
 
@@ -62,7 +65,7 @@ def draw_interval(axes: Axes, line: Line, x: Sequence[float] | Values, found: Es
 def learning_figure(
     algo: str, env: str, ours: dict[str, Curve], published: dict[str, Curve], size: tuple[float, float] = SIZE
 ) -> Figure:
-    """Return over environment steps, as far as ours got, beside the published."""
+    """Return the figure of our and the published returns over environment steps, up to our last step."""
     names = labels("online-1m")
     figure, axes = _figure(f"{algo.upper()}, {env}", "environment steps", "return", size)
     if published:
@@ -72,7 +75,7 @@ def learning_figure(
 
 
 def scores_figure(title: str, steps: str, lines: dict[Line, dict[str, Curve]], behaviour: float | None) -> Figure:
-    """Scores over steps of several algorithms on one dataset, and what its own episodes score."""
+    """Return the figure of several algorithms' scores over steps on one dataset, with the score of its own episodes."""
     figure, axes = _figure(title, steps, "score", SIZE)
     if behaviour is not None:
         axes.axhline(behaviour, color=GREY, linestyle=":", linewidth=1.2, label="the dataset's episodes")
@@ -84,7 +87,7 @@ def scores_figure(title: str, steps: str, lines: dict[Line, dict[str, Curve]], b
 
 
 def profile_figure(title: str, label: str, thresholds: Values, profiles: dict[Line, Estimate]) -> Figure:
-    """The share of runs above each score."""
+    """Return the figure of the share of runs above each score."""
     figure, axes = _figure(title, label, "share of runs above it", SIZE)
     for line, found in profiles.items():
         axes.step(thresholds, found.value, where="post", linewidth=1.6, label=line.name, **line.look)
@@ -94,7 +97,7 @@ def profile_figure(title: str, label: str, thresholds: Values, profiles: dict[Li
 
 
 def points_figure(title: str, label: str, points: Sequence[tuple[Line, Estimate]]) -> Figure:
-    """One statistic of several, side by side: a point, and a bar for its interval."""
+    """Return the figure of one statistic of several algorithms, each a point with a bar for its interval."""
     figure, axes = _figure(title, label, "", (SIZE[0], 1.3 + 0.3 * len(points)))
     for i, (line, found) in enumerate(points):
         if found.low is not None and found.high is not None:
@@ -112,7 +115,7 @@ def png(figure: Figure, path: Path) -> None:
 
 
 def data_uri(figure: Figure) -> str:
-    """The figure as an image that a page holds in itself."""
+    """Return the figure as the data URI of an SVG image, which a page can contain."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()

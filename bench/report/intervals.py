@@ -1,9 +1,11 @@
-"""What may be said of several runs: interquartile mean, performance profile, probability of improvement, and their 95 %
-stratified bootstrap intervals, by rliable. Its own statistics are these, but too slow to be drawn 2,000 times.
+"""Statistics of several runs: interquartile mean, performance profile, probability of improvement, and intervals.
+
+These are 95 % stratified bootstrap intervals by rliable. Its own statistics have the same values, but are too slow to
+be computed 2,000 times.
 
 Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice".
-Runs are given as an array [seeds, points] for each task, points being steps, or just one; the tasks' numbers of seeds
-may differ.
+Runs are given as an array [seeds, points] for each task. Points are steps, or just one. The tasks' numbers of seeds may
+differ.
 """
 
 import contextlib
@@ -15,21 +17,21 @@ import scipy.stats
 from numpy.typing import ArrayLike, NDArray
 from rliable import library
 
-MIN_SEEDS_FOR_CI = 4  # seeds of every task: of fewer an interval misses the truth too often (docs/results.md)
+MIN_SEEDS_FOR_CI = 4  # of every task; intervals of fewer seeds miss the truth too often (docs/results.md)
 RESAMPLES = 2_000
 Values = NDArray[np.float64]
 Statistic = Callable[..., Values]  # of one array for each task
 
 
 class Estimate(NamedTuple):
-    """A statistic [points], and the ends of its interval, None where there are too few seeds for one."""
+    """A statistic [points], and the ends of its interval, None if there are too few seeds for one."""
 
     value: Values
     low: Values | None
     high: Values | None
 
     def text(self, digits: int = 0) -> str:
-        """The first point, and its interval in brackets."""
+        """Return the first point, and its interval in parentheses."""
         interval = ""
         if self.low is not None and self.high is not None:
             interval = f" ({self.low[0]:,.{digits}f} to {self.high[0]:,.{digits}f})"
@@ -37,7 +39,7 @@ class Estimate(NamedTuple):
 
 
 def interquartile_mean(*tasks: Values) -> Values:
-    """Of all runs of all tasks, at each point: the mean without the lowest and the highest quarter, rounded down."""
+    """Return at each point the mean of all tasks' runs without the lowest and the highest quarter, rounded down."""
     runs = np.concatenate(tasks)
     cut = len(runs) // 4
     middle = np.partition(runs, (cut, len(runs) - cut - 1), axis=0)[cut : len(runs) - cut]
@@ -45,13 +47,15 @@ def interquartile_mean(*tasks: Values) -> Values:
 
 
 def profile(thresholds: Values) -> Statistic:
-    """The share of all runs that score above each threshold; the runs have one point."""
+    """Return the statistic "share of all runs that score above each threshold", for runs with one point."""
     return lambda *tasks: np.asarray((np.concatenate(tasks) > thresholds).mean(axis=0))
 
 
 def improvement(*tasks: Values) -> Values:
-    """The probability that a run of the first half of the tasks scores higher than one of the second half's on the same
-    task, ties counted half, averaged over the tasks; the runs have one point.
+    """Return the probability that a run of the first half of `tasks` scores higher than one of the second half.
+
+    Runs of the same task are compared, ties count half, and the tasks' probabilities are averaged. The runs have one
+    point.
     """
     half = len(tasks) // 2
     pairs = zip(tasks[:half], tasks[half:], strict=True)
@@ -59,7 +63,7 @@ def improvement(*tasks: Values) -> Values:
 
 
 def estimate(statistic: Statistic, tasks: Sequence[ArrayLike], enough: int = MIN_SEEDS_FOR_CI) -> Estimate:
-    """The statistic, and where every task has `enough` seeds its interval: each task's seeds are drawn anew."""
+    """Return the statistic, and its interval if every task has `enough` seeds. Each task's seeds are resampled."""
     arrays = [np.asarray(task, np.float64) for task in tasks]
     arrays = [array if array.ndim == 2 else array[:, None] for array in arrays]
     if min(map(len, arrays)) < enough:
@@ -70,8 +74,10 @@ def estimate(statistic: Statistic, tasks: Sequence[ArrayLike], enough: int = MIN
 
 
 def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The mean over seeds of the first less the second of the same seed, and of three seeds or more that differ
-    Student's 95 % interval: exact where such differences are normal, which the bootstrap of so few is not even then.
+    """Return the mean over seeds of `ours` minus `theirs` of the same seed, with Student's 95 % interval.
+
+    The interval needs three or more seeds, whose differences are not all equal. It is exact if the differences are
+    normal. A bootstrap of so few seeds is not exact even then.
     """
     differences = np.subtract(ours, theirs)
     mean = np.array([differences.mean()])
@@ -83,7 +89,10 @@ def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """rliable draws from NumPy's global generator, whatever random_state it is given: fixed here, then put back."""
+    """Seed NumPy's global generator, and restore it after the block.
+
+    rliable draws from it, whatever random_state it is given.
+    """
     before: Any = np.random.get_state()  # noqa: NPY002
     np.random.seed(0)  # noqa: NPY002
     try:

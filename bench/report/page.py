@@ -1,4 +1,4 @@
-"""results/report.html: the figures and tables on one page that holds all it needs and makes no request."""
+"""Build results/report.html: figures and tables on one page that contains all it needs and makes no request."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from bench.sweep.suite import PEER, Planned, labels, planned
 
 FOLDERS = ("", "offline", "online", "wsrl", "wsrl-longer", "expo", "ablations")
 ONLINE = labels("online-1m")
-# Suites, the titles of their comparisons, and the curves of their runs that are in results/.
+# Title of each comparison, its suite, and the function that reads the curves of its runs in results/.
 STUDIES = (
     ("Online", "online-1m", online),
     ("Offline", "offline-own", by_updates),
@@ -43,7 +43,7 @@ STUDIES = (
 
 
 class Image:
-    """A figure, and what it shows in words."""
+    """A figure as a data URI, and its description in words."""
 
     def __init__(self, figure: Figure, text: str) -> None:
         self.text, self.uri = text, data_uri(figure)
@@ -84,7 +84,7 @@ def online_curves() -> Iterator[Image]:
 
 
 def online_profiles() -> Iterator[Image]:
-    """Of each algorithm, ours and the published runs at the last step that ours got to."""
+    """Yield for each algorithm the profile of our and the published runs, at the last step that ours reached."""
     for (algo, name), colour in zip(ONLINE.items(), COLOURS, strict=False):
         got = [step for step in STEPS if algo in online_runs(step)[0]]
         if not got:
@@ -111,7 +111,7 @@ def offline_curves() -> Iterator[Image]:
 
 
 def offline_aggregates() -> Iterator[Image]:
-    """Interquartile means and profiles, at the last number of updates, of the algorithms run on every dataset."""
+    """Yield interquartile means and profiles of the algorithms run on every dataset, at the last number of updates."""
     runs = reached(by_updates(), UPDATES[-1])
     datasets = {dataset for tasks in runs.values() for dataset in tasks}
     whole = {algo: runs[algo] for algo in ALGORITHMS if set(runs.get(algo, ())) == datasets}
@@ -130,7 +130,7 @@ def offline_aggregates() -> Iterator[Image]:
 
 
 def switch_curves() -> Iterator[Image]:
-    """Scores before and behind the switch, of all runs that went on online."""
+    """Yield for each comparison and dataset the scores before and after the switch to online training."""
     styles = [(colour, style) for style in ("-", "--", ":") for colour in COLOURS]
     for folder, suite in (("online", "off2on-own"), ("wsrl", "wsrl"), ("wsrl-longer", "wsrl-longer"), ("expo", "expo")):
         found, names = scores(folder), labels(suite)
@@ -144,7 +144,7 @@ def switch_curves() -> Iterator[Image]:
 
 
 def published_table() -> Table:
-    """Where the published curves come from, what they were measured on, and how far they go."""
+    """Return the source of each published curve, the environment it was measured on, its seeds and its last step."""
     table = Table(("", "measured on", "seeds", "steps", f"return at {STEPS[-1]:,}", "source"))
     rows = pd.read_csv(curves.RESULTS / "published.csv", dtype={"seed": str})
     for (algo, env, measured_on, source), own in rows.groupby(["algo", "env", "measured_on", "source"]):
@@ -157,7 +157,7 @@ def published_table() -> Table:
 
 
 def machines_table(kept: list[Kept]) -> Table:
-    """How many runs were made where, and with what."""
+    """Return the number of runs on each machine, and with each set of package versions."""
     machines = Counter(map(machine, kept))
     versions = Counter(", ".join(f"{name} {v}" for name, v in run.config["versions"].items()) for run in kept)
     rows = [(str(n), what) for found in (machines, versions) for what, n in sorted(found.items())]
@@ -165,14 +165,14 @@ def machines_table(kept: list[Kept]) -> Table:
 
 
 def machine(run: Kept) -> str:
-    """In words, what config.json has of it."""
+    """Return the description of a run's machine from its config.json."""
     if (found := run.config.get("hardware")) is None:
         return "not recorded"
     return f"{found['cpu']}, {found['cores']} cores{', ' + found['gpu'] if found['gpu'] else ''}"
 
 
 def runs_table(kept: list[tuple[str, Kept]]) -> Table:
-    """What each run was, and where."""
+    """Return a row for each run: its folder, seed, steps, time, speed, threads, commit and episodes."""
     heads = "", "seed", "steps", "episodes an evaluation", "hours", "steps/s", "threads", "commit", "episodes"
     table = Table(heads)
     for folder, run in kept:
@@ -192,7 +192,7 @@ def algorithm_line(algo: str) -> Line:
 
 
 def ends(seeds: dict[str, Curve], digits: int = 0) -> str:
-    """Where the curves end, for who cannot see them."""
+    """Return the last values of the curves in words, for readers who cannot see the figure."""
     steps, values = aligned(seeds)
     final = [f"{value:,.{digits}f}" for value in values[:, -1]]
     if len(final) >= MIN_SEEDS_FOR_CI:
@@ -201,7 +201,7 @@ def ends(seeds: dict[str, Curve], digits: int = 0) -> str:
 
 
 def missing() -> list[tuple[str, list[str], list[tuple[str, str]]]]:
-    """Return of each study its title, what is planned on which tasks, and of each label what is missing."""
+    """Return for each study its title, the plans with their tasks, and (label, missing runs) of each label."""
     found = []
     for title, suite, curves_of in STUDIES:
         runs, plans = curves_of(), planned(suite)
@@ -217,7 +217,7 @@ def missing() -> list[tuple[str, list[str], list[tuple[str, str]]]]:
 
 
 def missing_runs(found: dict[str, dict[str, Curve]], plan: dict[str, Planned]) -> str:
-    """Return in words the tasks on which fewer seeds than planned got to the planned step."""
+    """Return in words the tasks on which fewer seeds than planned reached the planned step."""
     unfinished, unknown = [], [task for task in plan if not found.get(task)]
     for task, (wanted, step) in plan.items():
         seeds = found.get(task, {})

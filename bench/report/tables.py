@@ -1,4 +1,4 @@
-"""A table, as text for Markdown; page.html shows the same one as HTML."""
+"""A table, as Markdown text; page.html shows the same table as HTML."""
 
 import statistics
 from collections.abc import Collection, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Table:
-    """Cells by row. A table without rows is of something that was not run."""
+    """Cells by row. A table without rows stands for something that was not run."""
 
     heads: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Table:
 
 
 def spread(values: Collection[float], digits: int = 1, number: int | None = None) -> str:
-    """Mean ± standard deviation (how many; their number, unless given)."""
+    """Return "mean ± standard deviation (number)"; the number is by default that of the values."""
     if not values:
         return "not run"
     deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""

@@ -1,8 +1,10 @@
-"""Run one of our algorithm files, unchanged, with its gradient steps on a dataset counted.
+"""Run one of our algorithm files, unchanged, and count its gradient steps on a dataset.
 
-`python bench/speed/count_updates.py algos/iql.py --dataset ...`: its loop tells the logger of every such step; so does
-this another process (`bench/speed/step_counter.py`). To a GPU a step is only sent: there one is counted once no more
-than AHEAD are unfinished, so that little is worked off in the time of others.
+    python bench/speed/count_updates.py algos/iql.py --dataset ...
+
+The file's loop reports every such step to the logger. This program also counts it for another process
+(`bench/speed/step_counter.py`). A step is only sent to a GPU. There it is counted when at most AHEAD steps are
+unfinished, so that little work is left for the time of other programs.
 """
 
 import itertools
@@ -26,7 +28,7 @@ def main() -> None:
         if self.step > 0:
             return
         if (event := next(sent)) is not None:
-            event.synchronize()  # at once, where it was not recorded yet
+            event.synchronize()  # returns at once if it was not recorded yet
             event.record()
         count()
 

@@ -1,9 +1,9 @@
-"""The base samples of one environment step of EXPO, drawn again and again: by its own file, or as written first.
+"""Draw the base samples of one environment step of EXPO again and again, in one batch or in a plain loop.
 
 `python bench/speed/expo_sampling.py batch|loop <environment id>` runs until killed and counts those steps as a counted
-environment does, at --size small. `batch` is what `algos/expo.py` does: all samples of all updates in one batch. `loop`
-draws them where each is needed: update by update, sample by sample, with plain layers on rows that hold noisy action,
-state and embedded time side by side. The weights are the same, and so is the distribution.
+environment does, at `--size small`. `batch` draws all samples of all updates in one batch, as `algos/expo.py` does.
+`loop` draws them update by update and sample by sample. It uses plain layers on rows that concatenate noisy action,
+state and embedded time. Weights and distribution are the same.
 """
 
 import math
@@ -25,7 +25,7 @@ EXPO_FILE = Path(__file__).resolve().parents[2] / "algos" / "expo.py"
 
 
 def make_agent(obs_dim: int, action_dim: int) -> Any:
-    """Of algos/expo.py, with the locomotion preset at --size small."""
+    """Return an agent of algos/expo.py with the locomotion preset at --size small."""
     algorithm = runpy.run_path(str(EXPO_FILE), run_name="expo")
     given = (
         {"dataset": "none.hdf5", "online_steps": 1} | algorithm["PRESETS"]["locomotion"] | algorithm["SIZES"]["small"]
@@ -36,8 +36,9 @@ def make_agent(obs_dim: int, action_dim: int) -> Any:
 
 @torch.no_grad()
 def noise_in(w: dict[str, Tensor], blocks: int, obs: Tensor, noisy: Tensor, k: int) -> Tensor:
-    """`common.diffusion.Denoiser` of these weights, row by row: obs [batch, obs_dim] and noisy [batch, action_dim] at
-    time k.
+    """Return the noise [batch, action_dim] that `common.diffusion.Denoiser` with the weights `w` finds at time k.
+
+    Inputs are obs [batch, obs_dim] and noisy [batch, action_dim], which are concatenated by row.
     """
 
     def dense(x: Tensor, name: str) -> Tensor:
@@ -53,7 +54,7 @@ def noise_in(w: dict[str, Tensor], blocks: int, obs: Tensor, noisy: Tensor, k: i
 
 
 def one_sample(agent: Any, w: dict[str, Tensor], obs: Tensor) -> Tensor:
-    """An action of the base policy, whose weights are `w`, for each state: [batch, action_dim]."""
+    """Draw an action of the base policy with the weights `w` for each state: [batch, action_dim]."""
     x = torch.randn(len(obs), agent.action_dim)
     for k in reversed(range(len(agent.process.betas))):
         beta, alpha_bar = agent.process.betas[k], agent.process.alpha_bars[k]
@@ -66,20 +67,20 @@ def one_sample(agent: Any, w: dict[str, Tensor], obs: Tensor) -> Tensor:
 
 
 def loop(agent: Any, obs: Tensor) -> Tensor:
-    """The samples of all updates, [base_samples, batch, action_dim]."""
+    """Draw the samples of all updates one by one: [base_samples, batch, action_dim]."""
     w, updates = dict(agent.base.named_parameters()), obs.split(agent.args.batch_size)
     drawn = [torch.stack([one_sample(agent, w, part) for _ in range(agent.base_samples)]) for part in updates]
     return torch.cat(drawn, 1)
 
 
 def batch(agent: Any, obs: Tensor) -> Tensor:
-    """The same in one batch."""
+    """Draw as many samples in one batch: [base_samples, batch, action_dim]."""
     actions: Tensor = agent.sample(agent.base, obs, agent.base_samples, agent.generator)
     return actions
 
 
 def main() -> None:
-    torch.set_flush_denormal(True)  # as a run of ours
+    torch.set_flush_denormal(True)  # as in our runs
     keep_freed_memory()
     env = gymnasium.make(sys.argv[2])
     obs_dim, draw = flatdim(env.observation_space), {"batch": batch, "loop": loop}[sys.argv[1]]

@@ -1,9 +1,9 @@
 # ruff: noqa: T201
-"""Several programs timed in alternation on one machine, each stopped while another runs.
+"""Time several programs in alternation on one machine, each stopped while another runs.
 
 A machine's speed drifts by a quarter within minutes, so programs timed one after the other cannot be compared. Here
-all stay warm, and each runs for a few seconds of every round; what is compared are the ratios within a round.
-Their rounds are written as raw figures to a file, with what a reader must know of the machine, and put in words.
+all programs stay warm, and each runs for a few seconds of every round. Ratios within a round are compared. A file gets
+the raw figures of the rounds and the facts about the machine, and a report summarises them.
 """
 
 import os
@@ -27,42 +27,42 @@ from bench.speed.step_counter import COUNTER_FILE, read_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 15
-QUIET = 0.1  # cores; PyTorch's threads wait for one another, so even a little work of others slows it several times
-# Those whose versions a reader of a measured figure must know, as far as they are installed.
+QUIET = 0.1  # cores; PyTorch's threads wait for one another, so a little other work slows it several times
+# Packages whose versions are reported with the figures, if they are installed.
 PACKAGES = ["torch", "numpy", "gymnasium", "mujoco"]
 PACKAGES += ["stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax", "d3rlpy"]
 
 
 class ContenderError(Exception):
-    """A contender that died or did not get going; the message ends with the last lines of its log."""
+    """A contender ended, did not warm up or did not stop. If it ended, its last log lines end the message."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What the contenders of one side did in their few seconds of one round."""
+    """Figures of the contenders of one side in their few seconds of one round."""
 
     round: int
     contender: str
     steps: int
     seconds: float
-    cores: float  # processor seconds it used, per second
-    cores_of_others: float  # the same for everything else on the machine: what disturbed it
+    cores: float  # processor seconds that it used per second
+    cores_of_others: float  # those of everything else on the machine, which disturbs it
 
     @property
     def steps_per_second(self) -> float:
-        """Steps counted inside the program, over the wall time outside it."""
+        """Return the steps counted inside the program, divided by the wall time measured outside it."""
         return self.steps / self.seconds
 
 
 class Contender:
-    """A program in a session of its own, so that it and its children are stopped, continued and killed as one."""
+    """A program in its own session, so that it and its children are stopped, continued and killed together."""
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, warm_steps: int
     ) -> None:
-        """Start it. It is warm after `warm_steps` and once it `learns`."""
+        """Start the program. It is warm after `warm_steps`, once it also `learns`."""
         self.name, self._warm_steps = name, warm_steps
-        self.learns: Callable[[], bool] = lambda: True  # for those that make steps before they learn
+        self.learns: Callable[[], bool] = lambda: True  # set for programs that step before they learn
         self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -76,11 +76,11 @@ class Contender:
             )
 
     def steps(self) -> int:
-        """Steps counted so far."""
+        """Return the steps counted so far."""
         return read_steps(self.counter)
 
     def members(self) -> list[psutil.Process]:
-        """The living processes of the session."""
+        """Return the program's process and its descendants, or none if the program is gone."""
         try:
             leader = psutil.Process(self.process.pid)
             return [leader, *leader.children(recursive=True)]
@@ -88,20 +88,20 @@ class Contender:
             return []
 
     def check(self) -> None:
-        """Fail if the program has ended: a contender runs until it is killed."""
+        """Raise ContenderError if the program has ended, because a contender runs until it is killed."""
         status = self.process.poll()
         if status is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise ContenderError("\n  ".join([f"{self.name} ended with status {status}; its last lines:", *lines]))
 
     def _send(self, number: signal.Signals) -> None:
-        """One by one: the processes of our environments are in groups of their own."""
+        # One by one, because the processes of our environments have their own groups.
         for member in self.members():
             with suppress(psutil.NoSuchProcess):
                 member.send_signal(number)
 
     def stop(self) -> None:
-        """Stop it; returns once no process of it runs."""
+        """Stop the program, and return when none of its processes runs."""
         self.check()
         self._send(signal.SIGSTOP)
         deadline = time.monotonic() + 10
@@ -110,21 +110,24 @@ class Contender:
             if time.monotonic() > deadline:
                 raise ContenderError(f"{self.name} does not stop")
             time.sleep(0.0005)
-            self._send(signal.SIGSTOP)  # to those begun meanwhile
+            self._send(signal.SIGSTOP)  # also stops processes started meanwhile
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue the program."""
         self._send(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it and its children, stopped or not."""
+        """Kill the program and its children, stopped or not."""
         self._send(signal.SIGKILL)
-        with suppress(ProcessLookupError):  # where it ended by itself, those of its group that did not
+        with suppress(ProcessLookupError):  # if the program ended by itself, the rest of its group still runs
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def warm_up(self, timeout: float) -> None:
-        """Let it run alone until it has done its random steps and compiled what it compiles, then stop it."""
+        """Run it alone until it is warm, with random steps and compilation done, then stop it.
+
+        Raise ContenderError if that takes more than `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while self.steps() < self._warm_steps or not self.learns():
             self.check()
@@ -136,11 +139,11 @@ class Contender:
         self.stop()
 
     def threads(self) -> int:
-        """Threads of all its processes, sleeping ones included."""
+        """Return the number of threads of all its processes, sleeping ones included."""
         return sum(member.num_threads() for member in self.members())
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its processes so far."""
+        """Return the processor seconds of all its processes so far."""
         return sum(times.user + times.system for times in (member.cpu_times() for member in self.members()))
 
 
@@ -152,20 +155,20 @@ def _status(process: psutil.Process) -> str:
 
 
 def busy_seconds() -> float:
-    """Processor time of everybody on this machine so far."""
+    """Return the processor seconds of all processes on this machine so far."""
     times = psutil.cpu_times()
     return float(times.user + times.system + times.nice)
 
 
 @contextmanager
 def contest() -> Iterator[tuple[list[Contender], Path]]:
-    """A list to put contenders on and a folder for their files; afterwards, whatever happened, none of it is left."""
+    """Yield a list for contenders and a folder for their files; at the end kill and delete them in any case."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(f"ended by {signal.Signals(number).name}; nothing is left running")
 
     contenders: list[Contender] = []
-    # Ctrl-C raises already; an end asked for otherwise must pass through the cleaning below too.
+    # Ctrl-C raises already. The other signals must pass through the cleaning below too.
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     folder = Path(tempfile.mkdtemp(prefix="speed-"))
@@ -182,18 +185,18 @@ def contest() -> Iterator[tuple[list[Contender], Path]]:
 
 
 def alternate(sides: Mapping[str, Sequence[Contender]], rounds: int, seconds: float) -> Iterator[list[Slice]]:
-    """Round by round, a slice of each side's warm and stopped contenders, in an order shuffled anew each time."""
+    """Yield for each round a slice of every side, whose contenders are warm and stopped, in a new random order."""
     shuffle = random.Random(0).shuffle
     for round_ in range(1, rounds + 1):
         order = list(sides)
-        shuffle(order)  # so that none always follows the same other, in a cache or a clock that one has left behind
+        shuffle(order)  # so that no side always follows the same other one, whose cache and clock it inherits
         yield [run_slice(round_, side, sides[side], seconds) for side in order]
 
 
 def run_slice(round_: int, side: str, contenders: Sequence[Contender], seconds: float) -> Slice:
-    """All contenders of a side at once, measured from standstill to standstill; their steps and cores are summed.
+    """Run all contenders of a side at once, and return the sums of their steps and cores.
 
-    Nothing is done outside the time that it is charged for.
+    The time is measured from standstill to standstill, so all their work falls within it.
     """
 
     def so_far() -> tuple[int, float, float]:
@@ -214,7 +217,7 @@ def run_slice(round_: int, side: str, contenders: Sequence[Contender], seconds: 
 def measure(
     sides: Mapping[str, Sequence[Contender]], rounds: int, seconds: float, out: Path, facts: dict[str, str]
 ) -> list[Slice]:
-    """Return every slice. After each round print it and write `out`: an interrupted run leaves what it measured."""
+    """Return every slice. Print each round and write `out` after it, so an interrupted run keeps its figures."""
     slices: list[Slice] = []
     for number, made in enumerate(alternate(sides, rounds, seconds), 1):
         slices += made
@@ -224,31 +227,34 @@ def measure(
 
 
 def as_table(slices: Sequence[Slice]) -> pd.DataFrame:
-    """A row for each slice."""
+    """Return a table with a row for each slice."""
     columns = ["round", "contender", "steps", "seconds", "steps_per_second", "cores", "cores_of_others"]
     return pd.DataFrame([[getattr(s, column) for column in columns] for s in slices], columns=columns)
 
 
 def write_rounds(path: Path, facts: dict[str, str], slices: Sequence[Slice]) -> None:
-    """The raw slices as a CSV; the facts go before them on lines that begin with #."""
+    """Write the raw slices as a CSV, after the facts on lines that begin with #."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(f"# {key}: {value}\n" for key, value in facts.items())
     path.write_text(lines + as_table(slices).to_csv(index=False, float_format="%.4f"))
 
 
 def read_rounds(path: Path) -> tuple[dict[str, str], pd.DataFrame]:
-    """The facts, and steps per second, a row for each round and a column for each contender."""
+    """Return the facts, and steps per second with a row for each round and a column for each contender."""
     facts = dict(line[2:].split(": ", 1) for line in path.read_text().splitlines() if line.startswith("#"))
     return facts, pd.read_csv(path, comment="#").pivot(index="round", columns="contender", values="steps_per_second")
 
 
 def spread(values: pd.Series, digits: int) -> str:
-    """Median (least to greatest)."""
+    """Return "median (minimum-maximum)"."""
     return f"{values.median():.{digits}f} ({values.min():.{digits}f}-{values.max():.{digits}f})"
 
 
 def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
-    """The figures: each contender's speed, then ours against each within the rounds."""
+    """Return the report: each contender's speed, then the ratios of ours to each within the rounds.
+
+    `updates` are the milliseconds of our update alone.
+    """
     table = as_table(slices).pivot(index="round", columns="contender")
     rate, cores, others = table["steps_per_second"], table["cores"], table["cores_of_others"]
     names = [name for name in ("ours", "eager", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in rate]
@@ -277,7 +283,7 @@ def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
 
 
 def versions(python: str | Path) -> str:
-    """Python's version and those of the packages that matter, as far as they are installed beside it."""
+    """Return the versions of a Python and of its installed packages among PACKAGES."""
     code = (
         "import sys, platform, importlib.metadata as m\n"
         "have = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
@@ -288,6 +294,6 @@ def versions(python: str | Path) -> str:
 
 
 def accelerator() -> str:
-    """The GPU's name, driver and memory, as its own tool says them."""
+    """Return the GPU's name, driver and memory, as nvidia-smi prints them."""
     line = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,12 +1,12 @@
-"""The matrix products of one update and nothing else, over and over: what no update gets below that makes all of them.
+"""Compute only the matrix products of one update, again and again: a lower bound for an update that makes them all.
 
-`python bench/speed/matmul_floor.py sac|cql|wsrl <environment id>` runs until killed; it counts updates as a counted
-environment counts steps. Activations, losses, biases, sampling, optimiser and target update are left out. What remains
-is listed product by product below; for each the fastest of several ways to compute it on this machine is taken.
+`python bench/speed/matmul_floor.py sac|cql|wsrl <environment id>` runs until killed. It counts updates as a counted
+environment counts steps. Activations, losses, biases, sampling, optimiser and target update are left out. The remaining
+products are listed below. Each is computed in the fastest of several ways on this machine.
 
-They are those of the losses as they are written. Where the smallest critic's value alone counts, ours computes the
-gradient of that critic's rows alone (`common/onednn.py`), and spares up to 15 % of WSRL's operations on HalfCheetah,
-6 % of SAC's.
+The products are those of the losses as they are written. If only the smallest critic's value matters, our code computes
+the gradient of that critic's rows alone (`common/onednn.py`). On HalfCheetah this saves up to 15 % of WSRL's operations
+and 6 % of SAC's.
 """
 
 import sys
@@ -36,16 +36,19 @@ class Product:
     k: int
     n: int
     ensemble: int = 1
-    fold: str = ""  # the dimension along which an ensemble is one wider product: "m" or "n", or "k" where it is summed
+    fold: str = ""  # dimension along which an ensemble is one wider product: "m" or "n", or "k" if it is summed
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition for every term."""
+        """Return the number of operations, a multiplication and an addition for every term."""
         return 2 * self.ensemble * self.m * self.k * self.n
 
 
 def _forward(name: str, m: int, inputs: int, outputs: int, ensemble: int = 1) -> list[Product]:
-    """`m` rows through the two hidden layers of each network; first layers with one input are one wider product."""
+    """Return the products of `m` rows through each network's three layers.
+
+    First layers with one input are one wider product.
+    """
     return [
         Product(f"{name}, first layer", m, inputs, HIDDEN, ensemble, fold="n"),
         Product(f"{name}, hidden layer", m, HIDDEN, HIDDEN, ensemble),
@@ -54,7 +57,7 @@ def _forward(name: str, m: int, inputs: int, outputs: int, ensemble: int = 1) ->
 
 
 def _back_to_the_policy(o: int, a: int, b: int = BATCH, e: int = CRITICS) -> list[Product]:
-    """The gradient of min Q(s, pi(s)), back to the action's columns only and on through the policy."""
+    """Return the products of the gradient of min Q(s, pi(s)) to the action's columns only, then through the policy."""
     h = HIDDEN
     return [
         Product("critics at pi, last layer, input gradient", b, 1, h, e),
@@ -69,7 +72,10 @@ def _back_to_the_policy(o: int, a: int, b: int = BATCH, e: int = CRITICS) -> lis
 
 
 def _back_to_the_weights(b: int, e: int = CRITICS) -> list[Product]:
-    """The gradient of the critics' loss down to their first layer; nothing asks for that of (s, a)."""
+    """Return the products of the gradient of the critics' loss down to, and without, the first layer.
+
+    No loss needs the gradient of (s, a).
+    """
     h = HIDDEN
     return [
         Product("critics, last layer, weight gradient", 1, b, h, e),
@@ -80,31 +86,32 @@ def _back_to_the_weights(b: int, e: int = CRITICS) -> list[Product]:
 
 
 def sac_products(o: int, a: int) -> list[Product]:
-    """Every product of one update, for `o` observations and `a` actions.
+    """Return every product of one update of SAC, for `o` observations and `a` actions.
 
-    With `y = x W` for a layer: forward `x W`, weight gradient `x^T dy`, input gradient `dy W^T`.
+    For a layer `y = x W`, they are forward `x W`, weight gradient `x^T dy` and input gradient `dy W^T`.
     """
     b, h, e = BATCH, HIDDEN, CRITICS
     return [
-        # The policy on next_obs (for the target) and on obs (for its own loss): the same weights, so one batch of two.
-        # Its head gives mean and deviation.
+        # The policy on next_obs (for the target) and on obs (for its own loss) has the same weights, so both are one
+        # batch. Its head gives mean and deviation.
         *_forward("actor", 2 * b, o, 2 * a),
-        # L = sum of (Q(s, a) - y)^2, y of min Q'(s', a'): forward and backward.
+        # L = sum of (Q(s, a) - y)^2, with y from min Q'(s', a'): forward and backward.
         *_forward("targets", b, o + a, 1, e),
         *_forward("critics", b, o + a, 1, e),
         *_back_to_the_weights(b),
         Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
-        # L = alpha log pi - min Q(s, pi(s)): the updated critics forward, and back.
+        # L = alpha log pi - min Q(s, pi(s)): forward and backward through the updated critics.
         *_forward("critics at pi", b, o + a, 1, e),
         *_back_to_the_policy(o, a),
     ]
 
 
 def cql_products(o: int, a: int) -> list[Product]:
-    """SAC's, but that the critics' loss needs 31 actions of each state, three times ten drawn and the dataset's.
+    """Return every product of one update of CQL. SAC's critic loss has one action of each state, CQL's 31.
 
-    The policy's loss is of the critics before their update, so that its actions are 32nd in the same forward; and the
-    first layer's product with an observation is the same for all actions at it.
+    These are three times ten sampled actions and the dataset's. The policy's loss uses the critics before their update,
+    so its actions are the 32nd in the same forward pass. All actions of a state share the first layer's product with
+    the observation.
     """
     b, h, e = BATCH, HIDDEN, CRITICS
     return [
@@ -120,8 +127,9 @@ def cql_products(o: int, a: int) -> list[Product]:
 
 
 def wsrl_products(o: int, a: int) -> list[Product]:
-    """Those of an environment step: four updates of ten critics, each with two targets, and one of the policy on all
-    four batches.
+    """Return every product of an environment step of WSRL.
+
+    It has four updates of ten critics, each with two targets, and one update of the policy on all four batches.
     """
     b, h, e = BATCH, HIDDEN, 10
     of_an_update = [
@@ -131,7 +139,7 @@ def wsrl_products(o: int, a: int) -> list[Product]:
         Product("critics, first layer, weight gradient", o + a, b, h, e, fold="n"),
     ]
     return [
-        *_forward("actor", 8 * b, o, 2 * a),  # the same weights in all four, so that it is one batch of eight
+        *_forward("actor", 8 * b, o, 2 * a),  # the weights are the same in all four updates: one batch of eight
         *(4 * of_an_update),
         *_forward("critics at pi", 4 * b, o + a, 1, e),
         *_back_to_the_policy(o, a, 4 * b, e),
@@ -142,7 +150,7 @@ PRODUCTS = {"sac": sac_products, "cql": cql_products, "wsrl": wsrl_products}
 
 
 def _stored(*shape: int) -> Iterator[torch.Tensor]:
-    """A random matrix (or a stack of them), stored by rows and stored by columns."""
+    """Yield a random matrix, or a stack of them, stored by rows and then one stored by columns."""
     yield torch.randn(*shape)
     yield torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
@@ -156,19 +164,22 @@ def _in_turn(calls: list[Call]) -> Call:
 
 
 def _onednn(x: torch.Tensor, y: torch.Tensor) -> object:
-    """x times the transpose of y; it has no place to be told for its output."""
+    """Compute x times the transpose of y; the operation takes no preallocated output."""
     return torch.ops.mkldnn._linear_pointwise(x, y, None, "none", [], "")
 
 
 def ways(p: Product) -> Iterator[Call]:
-    """Ways to compute a product, each with preallocated operands, in either order of storage: by MKL and by oneDNN."""
+    """Yield ways to compute a product, by MKL and by oneDNN, in either order of storage.
+
+    Operands are preallocated.
+    """
     e = p.ensemble
     if e == 1 or p.fold:
         m, k, n = (size * e if p.fold == name else size for name, size in (("m", p.m), ("k", p.k), ("n", p.n)))
         for x in _stored(m, k):
             for y in _stored(k, n):
                 yield partial(torch.mm, x, y, out=torch.empty(m, n))
-                # The transposed problem: some libraries divide the work by rows only.
+                # The transposed problem may be faster, because some libraries divide the work by rows only.
                 yield partial(torch.mm, y.T, x.T, out=torch.empty(n, m))
                 if AVAILABLE:
                     yield partial(_onednn, x, y.T)
@@ -192,11 +203,11 @@ def ways(p: Product) -> Iterator[Call]:
 
 
 def fastest(calls: Sequence[Call], tries: int = 10, repeats: int = 10) -> Call:
-    """The call with the least time over several tries in alternation: other work on the machine only ever adds."""
+    """Return the call with the least time over several alternating tries, because other work only adds time."""
     least = [float("inf")] * len(calls)
     for _ in range(tries):
         for i, call in enumerate(calls):
-            call()  # its operands are in the cache, as for every other candidate
+            call()  # puts its operands in the cache, as for every other candidate
             start = time.perf_counter()
             for _ in range(repeats):
                 call()
@@ -205,7 +216,7 @@ def fastest(calls: Sequence[Call], tries: int = 10, repeats: int = 10) -> Call:
 
 
 def main() -> None:
-    """Choose the fastest way for every product, then compute them all, forever."""
+    """Choose the fastest way for every product, then compute all products without end."""
     torch.set_grad_enabled(False)
     keep_freed_memory()
     env = gymnasium.make(sys.argv[2])
@@ -213,7 +224,7 @@ def main() -> None:
     assert env.action_space.shape is not None
     list_products = PRODUCTS[sys.argv[1]]
     products = list_products(int(np.prod(env.observation_space.shape)), int(np.prod(env.action_space.shape)))
-    # What takes milliseconds is timed well enough by itself.
+    # A product that takes milliseconds needs no repeats to be timed.
     best = {p: fastest(list(ways(p)), repeats=10 if p.flops < 10**9 else 1) for p in dict.fromkeys(products)}
     chosen = [best[product] for product in products]
     count = claim_slot()

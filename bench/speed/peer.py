@@ -1,4 +1,4 @@
-"""Train one algorithm of a peer until killed; run by the peers' own Python (see `bench/speed/speed.py`).
+"""Train one algorithm of a peer until killed, with the peers' own Python (see `bench/speed/speed.py`).
 
 python bench/speed/peer.py stable_baselines3:SAC ENVIRONMENT NUMBER_OF_ENVIRONMENTS KEYWORD_ARGUMENTS_AS_JSON
 python bench/speed/peer.py d3rlpy:CQL D4RL_FILE FOLDER_FOR_ITS_LOGS KEYWORD_ARGUMENTS_AS_JSON
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def train_online(module: str, name: str, env_id: str, num_envs: int, kwargs: dict[str, Any]) -> None:
-    """Nothing but the arguments given is set: what is not named there is the peer's default, its logging included."""
-    # The peers are not installed where the types are checked, so they are found by name.
+    """Train online with the given arguments; all others are the peer's defaults, its logging included."""
+    # The type checker's environment does not have the peers, so they are imported by name.
     make_vec_env = importlib.import_module("stable_baselines3.common.env_util").make_vec_env
     model = getattr(importlib.import_module(module), name)
     env = make_vec_env(env_id, n_envs=num_envs, seed=0)
@@ -20,7 +20,10 @@ def train_online(module: str, name: str, env_id: str, num_envs: int, kwargs: dic
 
 
 def train_offline(name: str, path: str, folder: str, kwargs: dict[str, Any]) -> None:
-    """What the arguments do not name is d3rlpy's default; only its progress bar is off, as ours is off a terminal."""
+    """Train on a D4RL file with the given arguments; all others are d3rlpy's defaults.
+
+    Its progress bar is off, as ours is if the output is not a terminal.
+    """
     import d3rlpy
     import h5py
 

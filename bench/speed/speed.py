@@ -1,17 +1,18 @@
 # ruff: noqa: T201
-"""Our algorithms beside Stable-Baselines3, SBX and d3rlpy: steps per second, measured in one run.
+"""Measure our algorithms' steps per second against Stable-Baselines3, SBX and d3rlpy, in one run.
 
-python bench/speed/speed.py                    # SAC on HalfCheetah-v4, as `make speed` runs it
-python bench/speed/speed.py --num-envs 4 --peers sb3
-python bench/speed/speed.py --algo cql         # on a dataset, beside d3rlpy
-python bench/speed/speed.py --device cuda      # ours as one graph an update and without, beside the peers on the GPU
+    python bench/speed/speed.py                    # SAC on HalfCheetah-v4, as `make speed` runs it
+    python bench/speed/speed.py --num-envs 4 --peers sb3
+    python bench/speed/speed.py --algo cql         # on a dataset, against d3rlpy
+    python bench/speed/speed.py --device cuda      # ours with and without CUDA graphs, against the peers on the GPU
 
-Online: the same environment, networks, batch, number of critics, updates per step and random first steps; steps are
-counted inside the environment (`bench/speed/step_counter.py`). Offline: the same dataset, networks, batch, number of
-critics and of sampled actions, no Lagrange multiplier, no evaluation; a step is a gradient step, which includes
-sampling the batch. Everything else is each program's default, its logging included. The programs run in alternation
-(`bench/speed/interleaved_timing.py`), and the update's bare matrix products (`bench/speed/matmul_floor.py`) run as one
-more contender.
+Online programs share environment, networks, batch, number of critics, updates per step and random first steps. Steps
+are counted inside the environment (`bench/speed/step_counter.py`). Offline programs share dataset, networks, batch,
+number of critics and of sampled actions. They have no Lagrange multiplier and no evaluation. A step is a gradient step,
+which includes sampling the batch. Everything else is each program's default, its logging included.
+
+The programs run in alternation (`bench/speed/interleaved_timing.py`). The update's bare matrix products
+(`bench/speed/matmul_floor.py`) run as one more contender.
 """
 
 import csv
@@ -49,38 +50,38 @@ from common.provenance import commit, hardware
 
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
-ROLLOUT = 2048  # PPO's steps of a round, of all environments together
-TRANSITIONS = 1_000_000  # of the dataset, where none is given: as many as in most of D4RL's
-WARM_UPDATES = 100  # where nothing is compiled
+ROLLOUT = 2048  # PPO's steps of an iteration, of all environments together
+TRANSITIONS = 1_000_000  # of the random dataset, as many as most of D4RL's have
+WARM_UPDATES = 100  # if nothing is compiled
 WARM_UP_TIMEOUT = 900.0
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How one algorithm is started: ours as a command, each library's as a class with keyword arguments."""
+    """How to start one algorithm: ours as a command, each library's as a class with keyword arguments."""
 
     ours: str
-    warm_steps: int  # whatever is compiled is compiled by then
+    warm_steps: int  # compilation is over by then
     peers: tuple[str, ...] = ("sb3", "sbx")
     arguments: dict[str, Any] = field(default_factory=dict)  # of the libraries' class
     dataset: bool = False  # whether it needs one
-    flags: bool = True  # whether ours takes those of a run, else the environment alone
-    loop: str = ""  # our own program beside it, where the peer is a plain loop
+    flags: bool = True  # whether ours takes the flags of a run; otherwise the environment alone
+    loop: str = ""  # our own plain loop, for the peer "loop"
 
     @property
     def offline(self) -> bool:
-        """Whether gradient steps are counted, not those of environments."""
+        """Return whether gradient steps are counted instead of environment steps."""
         return "d3rlpy" in self.peers
 
 
 MODULES = {"sb3": "stable_baselines3", "sbx": "sbx", "d3rlpy": "d3rlpy"}
 VENVS = {"sb3": ".venv-peers", "sbx": ".venv-peers", "d3rlpy": ".venv-d3rlpy", "loop": ".venv"}
-RUNS = {"ours": "run", "eager": "run-eager", "compiled": "run-compiled"}  # folders of ours, the others on a GPU alone
+RUNS = {"ours": "run", "eager": "run-eager", "compiled": "run-compiled"}  # run folders; the last two on a GPU only
 OFF_POLICY = {
     "learning_starts": LEARNING_STARTS,
     "batch_size": 256,
     "train_freq": 1,
-    "gradient_steps": -1,  # as many updates as environment steps, however many environments there are
+    "gradient_steps": -1,  # as many updates as environment steps, with any number of environments
     "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2},
 }
 ALGORITHMS = {
@@ -111,17 +112,17 @@ ALGORITHMS = {
         "--cql-weight 5 --lagrange-gap 0",
         warm_steps=WARM_UPDATES,
         peers=("d3rlpy",),
-        arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier here either
+        arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier, as in ours
         dataset=True,
     ),
-    "wsrl": Algorithm(  # its online phase, beside the same as a loop over separate critics
+    "wsrl": Algorithm(  # its online phase, against a loop over separate critics
         ours=f"algos/wsrl.py --offline-steps 0 --online-steps {FOREVER} --warmup-steps 1024",
         warm_steps=1024 + WARM_UPDATES,
         peers=("loop",),
         dataset=True,
         loop="bench/speed/wsrl_loop.py",
     ),
-    "expo": Algorithm(  # its base samples alone, beside the same drawn one by one
+    "expo": Algorithm(  # its base samples alone, against drawing them one by one
         ours="bench/speed/expo_sampling.py batch",
         warm_steps=WARM_UPDATES,
         peers=("loop",),
@@ -133,31 +134,31 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Args:
-    """What is measured, and for how long."""
+    """Programs, and duration of the measurement."""
 
     algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "expo"] = "sac"
-    """The algorithm; iql and cql learn from a dataset, beside d3rlpy; wsrl online, and expo's base samples are drawn,
-    beside a plain loop."""
+    """Algorithm to measure. iql and cql run on a dataset against d3rlpy; wsrl online, and expo's base samples, against
+    a plain loop."""
     env: str = "HalfCheetah-v4"
-    """Any environment that Gymnasium itself registers; the dataset's, where there is one."""
+    """Any environment that Gymnasium itself registers, or the dataset's."""
     num_envs: int = 1
-    """Environments in each program, where it learns online."""
+    """Environments of each program, in online learning."""
     dataset: Path | None = None
-    """A file in D4RL's layout; one of HalfCheetah's shapes and random content unless given."""
+    """A file in D4RL's layout; by default random numbers in HalfCheetah's shapes."""
     rounds: int = 10
-    """Rounds; in each every program runs once, in a new order."""
+    """Rounds, in each of which every program runs once, in a new order."""
     slice_seconds: float = 4.0
-    """How long each runs in a round."""
+    """Seconds that each program runs in a round."""
     peers: tuple[Literal["sb3", "sbx", "d3rlpy", "loop"], ...] = ("sb3", "sbx", "d3rlpy", "loop")
-    """Whom to run beside ours, of those that have the algorithm."""
+    """Libraries to compare with; those without the algorithm are left out."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where all of them compute."""
+    """Device on which all programs compute."""
     peers_python: Path | None = None
-    """The Python that has them installed; that of .venv-peers or .venv-d3rlpy unless given."""
+    """The Python that has the peers installed; by default that of .venv-peers or .venv-d3rlpy."""
     ours: str = ""
-    """Our program with its own flags, if not the algorithm's file; the common flags are put behind it."""
+    """Our program with its own flags, instead of the algorithm's file; the common flags are appended."""
     out: Path | None = None
-    """Where the raw rounds go; by default results/speed/<algorithm>-<environment>-<time>.csv."""
+    """File for the raw rounds; by default results/speed/<algorithm>-<environment>-<time>.csv."""
 
 
 def make_file(path: Path, rows: int) -> None:
@@ -173,25 +174,25 @@ def make_file(path: Path, rows: int) -> None:
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """The environment variables of every program: nobody's thread settings, and on the CPU no GPU."""
+    """Return the environment variables of every program: no thread settings, and on the CPU no GPU."""
     env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
     return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))} | hidden
 
 
 def peers(args: Args) -> list[str]:
-    """Those to be run; on a GPU Stable-Baselines3, which goes there by itself."""
+    """Return the peers to run; on a GPU only Stable-Baselines3, which uses the GPU by default."""
     asked = [peer for peer in args.peers if peer in ALGORITHMS[args.algo].peers]
     return [peer for peer in asked if args.device == "cpu" or peer == "sb3"]
 
 
 def python_of_peers(args: Args) -> Path:
-    """The Python that has them installed."""
+    """Return the path of the Python that has the peers installed."""
     return args.peers_python or ROOT / VENVS[ALGORITHMS[args.algo].peers[0]] / "bin" / "python"
 
 
 def commands(args: Args, folder: Path) -> dict[str, list[str]]:
-    """The command of every contender, ours first and the floor last."""
+    """Return the command of every contender by name, ours first and the floor last."""
     algorithm = ALGORITHMS[args.algo]
     data = str((args.dataset or folder / "data.hdf5").resolve())
     env_id = args.env if algorithm.offline else counted(args.env)
@@ -213,7 +214,7 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
             lines[peer] = [sys.executable, *shlex.split(algorithm.loop), env_id]
             continue
         theirs = dict(algorithm.arguments)
-        if "n_steps" in theirs:  # theirs are those of each environment
+        if "n_steps" in theirs:  # the libraries count the steps of each environment
             theirs["n_steps"] //= args.num_envs
         places = [data, str(folder / "d3rlpy")] if algorithm.offline else [env_id, str(args.num_envs)]
         program = [str(python_of_peers(args)), "bench/speed/peer.py", f"{MODULES[peer]}:{args.algo.upper()}"]
@@ -224,7 +225,7 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
 
 
 def describe(args: Args) -> dict[str, str]:
-    """What a reader of the figures must know to judge them."""
+    """Return the facts that a reader needs to judge the figures."""
     offline, machine = ALGORITHMS[args.algo].offline, hardware(torch.device("cpu"))
     where = f"a dataset of {args.env}" if offline else f"{args.env}, {args.num_envs} environment(s)"
     dataset = args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"
@@ -243,12 +244,12 @@ def describe(args: Args) -> dict[str, str]:
 
 
 def has_losses(metrics: Path) -> bool:
-    """Whether our run has logged an update."""
+    """Return whether our run has logged an update."""
     return metrics.exists() and ",losses/" in metrics.read_text()
 
 
 def update_times(metrics: Path, start: int) -> list[float]:
-    """Our own `time/update_ms` rows written behind byte `start` of its metrics, which is where the rounds began."""
+    """Return our `time/update_ms` values written after byte `start` of the metrics, the beginning of the rounds."""
     if not metrics.exists():
         return []
     rows = csv.reader(metrics.read_text()[start:].splitlines())
@@ -256,7 +257,10 @@ def update_times(metrics: Path, start: int) -> list[float]:
 
 
 def main(args: Args) -> None:
-    """Warm everyone up alone, alternate, report."""
+    """Warm up each contender alone, run all in alternation, and print the report.
+
+    Raise ContenderError if the peers' Python is missing or a contender fails.
+    """
     algorithm = ALGORITHMS[args.algo]
     if args.device == "cuda" and not algorithm.flags:
         raise ContenderError(f"{args.algo}'s part that is measured runs on the CPU: leave --device cuda away")
@@ -275,7 +279,7 @@ def main(args: Args) -> None:
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             contender = Contender(name, command, environment(args.device), folder, warm)
             if name in RUNS and algorithm.flags and not algorithm.offline:
-                # Ours evaluates before it learns, in counted environments: by steps alone it would seem warm too early.
+                # Ours evaluates in counted environments before it learns, so its steps do not show that it is warm.
                 contender.learns = partial(has_losses, folder / RUNS[name] / "metrics.csv")
             contenders.append(contender)
             contender.warm_up(WARM_UP_TIMEOUT)
@@ -284,7 +288,7 @@ def main(args: Args) -> None:
         metrics = folder / RUNS["ours"] / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
         slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)
-        updates = update_times(metrics, start) if args.device == "cpu" else []  # to a GPU they are only sent
+        updates = update_times(metrics, start) if args.device == "cpu" else []  # on a GPU this is only the launch
         if updates:
             facts["our update alone in ms"] = f"{statistics.median(updates):.3f}"
             write_rounds(out, facts, slices)

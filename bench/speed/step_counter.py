@@ -1,7 +1,7 @@
-"""Every Gymnasium environment once more, with its steps counted where another process can read them.
+"""Register a twin of every Gymnasium environment whose steps are counted in a file that other processes can read.
 
-`gymnasium.make("bench.speed.step_counter:Counted/HalfCheetah-v4")` imports this module, which registers the ids. So
-whatever program is given such an id is counted alike, without its knowing and without a line of it being changed.
+`gymnasium.make("bench.speed.step_counter:Counted/HalfCheetah-v4")` imports this module, which registers the ids. So any
+program that takes an id is counted in the same way, and no line of it is changed.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ SLOT_BYTES = 8
 
 
 def claim_slot() -> Callable[[], None]:
-    """Take a slot of its own in the counter file; what is returned adds one to it.
+    """Claim a slot in the counter file, and return a function that adds one to it.
 
     Several environments, perhaps in several processes, count into one file. Each has its own int64, because an
-    increment of a shared one is not atomic and would lose steps.
+    increment of a shared one is not atomic and would lose steps. Raise RuntimeError if the environment variable is not
+    set.
     """
     if COUNTER_FILE not in os.environ:
         raise RuntimeError(f"a counted environment needs {COUNTER_FILE}=<file to count in>")
@@ -42,7 +43,7 @@ def claim_slot() -> Callable[[], None]:
 
 
 def read_steps(file: Path) -> int:
-    """The steps counted so far by all who count in `file`."""
+    """Return the steps counted so far in all slots of `file`."""
     if not file.exists():
         return 0
     data = file.read_bytes()
@@ -50,21 +51,21 @@ def read_steps(file: Path) -> int:
 
 
 class CountSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Adds one to the counter for every step of the wrapped environment."""
+    """A wrapper that adds one to the counter for every step of the environment."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         self._count = claim_slot()
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, then count: an environment that fails was not stepped."""
+        """Step, then count, so that a step that fails is not counted."""
         result = self.env.step(action)
         self._count()
         return result
 
 
 def counted(env_id: str) -> str:
-    """The id of the counted twin of a registered environment, for any program that takes an id."""
+    """Return the id of the counted twin of a registered environment, for any program that takes an id."""
     return f"{__name__}:Counted/{env_id}"
 
 

@@ -1,10 +1,11 @@
 # ruff: noqa: T201
-"""Where a step's time goes: one of our algorithm files, unchanged, looked at for some steps in the middle of its run.
+"""Profile some steps in the middle of a run of one of our algorithm files, which is not changed.
 
     python bench/speed/step_time.py 6000 500 algos/sac.py --device cuda --total-steps 10000  # 500 steps from 6000 on
 
-Wall time of a step beside the parts that the run itself times (acting waits for the device, an update is only sent
-there), and what the device did meanwhile: how long it was busy, with how many kernels, and with which the longest.
+The output is the wall time of a step and of the parts that the run itself times. Acting waits for the device, and an
+update is only sent to it. The output also shows how long the device was busy, with how many kernels, and which of them
+took longest.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ from common.timings import Timings
 
 
 class Watch:
-    """Begins to look at step `first`, ends `steps` later, and then ends the run."""
+    """A profiler that starts at step `first`, stops `steps` later, and then ends the run."""
 
     def __init__(self, first: int, steps: int) -> None:
         self.first, self.last = first, first + steps
         self.profiler: Any = None
-        self.on_device = False  # the run's, not the machine's
+        self.on_device = False  # whether the run uses the GPU, not whether there is one
         self.parts: dict[str, list[float]] = defaultdict(list)
         self.seconds = 0.0
 
@@ -41,10 +42,10 @@ class Watch:
             arguments = read_config(logger.folder, "is damaged")["arguments"]
             self.on_device = arguments["device"] != "cpu" and torch.cuda.is_available()
             self.profiler = profile(activities=[ProfilerActivity.CUDA if self.on_device else ProfilerActivity.CPU])
-            # Several environments may step over the numbers asked for.
+            # With several environments, a step may skip the requested numbers.
             self.first, self.last = logger.step, logger.step + self.last - self.first
             if self.on_device:
-                torch.cuda.synchronize()  # what was sent before is not of these steps
+                torch.cuda.synchronize()  # excludes the work of earlier steps
             self.profiler.start()
             self.seconds = -time.perf_counter()
         elif self.profiler is not None and logger.step >= self.last:
@@ -57,14 +58,14 @@ class Watch:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Times a part of the steps looked at."""
+        """Time a part of the profiled steps."""
         started = time.perf_counter()
         yield
         if self.profiler is not None:
             self.parts[name].append(1e3 * (time.perf_counter() - started))
 
     def report(self) -> str:
-        """A line for each part, and one for each of the ten kernels that took most."""
+        """Return a line for each part, and one for each of the ten kernels that took most time."""
         if self.profiler is None or self.seconds < 0:
             return "the run ended before it could be looked at: give it more steps"
         steps = self.last - self.first
@@ -86,7 +87,7 @@ def main() -> None:
     advance, timed = Logger.advance, Timings.__call__
 
     def watched_advance(self: Logger, steps: int) -> None:
-        watch.step(self)  # at the end of the step before
+        watch.step(self)  # at the end of the previous step
         advance(self, steps)
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""WSRL's online phase as it is written first: a loop over ten separate critics, PyTorch's own layers and optimisers.
+"""A straightforward WSRL online phase: a loop over ten separate critics with PyTorch's layers and optimisers.
 
-`python bench/speed/wsrl_loop.py <environment id>` runs until killed; its steps are counted in the environment. The same
-update as `algos/wsrl.py` makes with its defaults, and the same replay buffer; nothing is evaluated, logged or saved.
+`python bench/speed/wsrl_loop.py <environment id>` runs until killed. Its steps are counted in the environment. The
+update is that of `algos/wsrl.py` with its defaults, and so is the replay buffer. Nothing is evaluated, logged or saved.
 """
 
 import copy
@@ -37,7 +37,7 @@ class Loop:
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], 1e-4)
 
     def policy(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions and their log-probabilities."""
+        """Return sampled actions [..., action_dim] and their log-probabilities [...]."""
         mean, log_std = self.actor(obs).chunk(2, dim=-1)
         normal = torch.distributions.Normal(mean, log_std.clamp(-11.5, 2.3).exp())
         u = normal.rsample()
@@ -63,7 +63,7 @@ class Loop:
         actions, log_prob = self.policy(batch.obs)
         inputs = torch.cat([batch.obs, actions], -1)
         for critic in self.critics:
-            critic.requires_grad_(False)  # the gradient passes through; theirs would cost, and be thrown away
+            critic.requires_grad_(False)  # the gradient passes through; that of their weights would be wasted
         value = torch.stack([critic(inputs).squeeze(-1) for critic in self.critics]).amin(0)
         self.actor_optimizer.zero_grad()
         (self.log_alpha.exp().detach() * log_prob - value).mean().backward()

@@ -1,4 +1,4 @@
-"""CUDA's Multi-Process Service: the kernels of runs that share a card run side by side, where else they take turns."""
+"""Start CUDA's Multi-Process Service, so that runs on one card execute kernels together instead of taking turns."""
 
 import contextlib
 import os
@@ -15,9 +15,9 @@ CLIENT = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
 
 @contextlib.contextmanager
 def shared_card() -> Iterator[str]:
-    """Starts a service of our own for every process begun in the block; says what became of that.
+    """Start a service for every process that the block starts, and yield a sentence on how the runs share the card.
 
-    One that runs already is left to whoever started it. Nothing on the card itself is set.
+    A service that runs already is used and not stopped. No setting of the card is changed.
     """
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield "the runs on one card use the MPS that runs already"
@@ -29,7 +29,7 @@ def shared_card() -> Iterator[str]:
         own = {f"CUDA_MPS_{name}_DIRECTORY": folder for name in ("PIPE", "LOG")}
 
         def run(*command: str, said: str = "") -> str | None:
-            """What it says where it fails, or does not end."""
+            """Run a command. Return its output if it fails, or a message if it does not end; otherwise None."""
             with tempfile.TemporaryFile("w+") as output:  # no pipe: the service would keep it open
                 try:
                     done = subprocess.run(
@@ -45,7 +45,7 @@ def shared_card() -> Iterator[str]:
             yield f"MPS does not start ({failure}): the runs on one card take turns"
             return
         try:
-            if run(*CLIENT) is not None:  # a service that starts may still serve nobody, and its clients see no card
+            if run(*CLIENT) is not None:  # a service may start and yet serve no client, which then sees no card
                 yield "MPS starts but serves nobody: the runs on one card take turns"
                 return
             os.environ.update(own)

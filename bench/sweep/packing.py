@@ -1,7 +1,7 @@
-"""As many SAC runs of one thread as there are cores, beside one run of as many threads: steps per second in sum.
+"""Compare the total steps per second of one-thread SAC runs, one for each core, with one run of as many threads.
 
 python bench/sweep/packing.py
-python bench/sweep/packing.py --device cuda --runs 12      # runs that share a card, beside one of them
+python bench/sweep/packing.py --device cuda --runs 12      # 12 runs that share a card, against one run
 """
 
 import contextlib
@@ -27,24 +27,24 @@ ALONE = {"cpu": "one run of all threads", "cuda": "one run"}
 
 @dataclass(frozen=True)
 class Args:
-    """What is measured, and for how long."""
+    """Runs, and duration of the measurement."""
 
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers."""
     runs: int = os.cpu_count() or 1
-    """How many, of one thread each; on the CPU one run has as many threads."""
+    """Runs of one thread each; on the CPU the single run has as many threads."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where they compute; on a card each has its share of the memory."""
+    """Device of all runs; on a card each has its share of the memory."""
     rounds: int = 10
-    """Rounds; in each both sides run once, in a random order."""
+    """Rounds, in each of which both sides run once, in a random order."""
     slice_seconds: float = 6.0
-    """How long each runs in a round."""
+    """Seconds that each side runs in a round."""
     out: Path | None = None
-    """Where the raw rounds go; by default results/speed/packing.csv or packing-cuda.csv."""
+    """File for the raw rounds; by default results/speed/packing.csv or packing-cuda.csv."""
 
 
 def main(args: Args) -> None:
-    """Warm every run up alone, alternate, report."""
+    """Warm up each run alone, run both sides in alternation, and write the rounds."""
     on_card, alone = args.device == "cuda", ALONE[args.device]
     out = args.out or ROOT / "results" / "speed" / ("packing-cuda.csv" if on_card else "packing.csv")
     facts = {

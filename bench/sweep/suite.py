@@ -1,4 +1,4 @@
-"""A suite: a TOML file of algorithms × environments or datasets × seeds × flags, and the runs that it stands for."""
+"""Read a suite, a TOML file of algorithms × environments or datasets × seeds × flags, and list its runs."""
 
 import dataclasses
 import importlib
@@ -18,24 +18,24 @@ from common.command_line import parse
 from common.errors import InputError
 
 SUITES = ROOT / "bench" / "sweep" / "suites"
-PEER = "d3rlpy-"  # make d3rlpy runs these, not a suite
+PEER = "d3rlpy-"  # `make d3rlpy` runs these, not a suite
 PEERS = ("iql", "cql")
 
 
 @dataclass
 class Entry:
-    """A [[runs]] of a suite: every algorithm, on every environment and dataset, with every seed."""
+    """A [[runs]] of a suite: every algorithm on every environment and dataset, with every seed."""
 
     algo: tuple[str, ...]
     envs: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (1,)
     flags: str = ""  # {suites}: the folder of all suites, {run}: <task>/<seed>, as in --init-from {suites}/a/b/{run}
-    name: str = ""  # of the folder; that of the algorithm unless given
-    label: str = ""  # in the report; the name in capitals unless given
+    name: str = ""  # of the folder; by default the algorithm's
+    label: str = ""  # in the report; by default the name in capitals
     cpus: int = 1
     gpus: float = 0.0  # 0.25: four runs share one
-    memory: float = 0.0  # GiB to set aside; nobody watches that it is enough
+    memory: float = 0.0  # GiB to reserve; no limit is enforced
 
     def __post_init__(self) -> None:
         for key, kind in get_type_hints(Entry).items():
@@ -49,13 +49,13 @@ class Entry:
         if not all(0 <= value < math.inf for value in (self.gpus, self.memory, *self.seeds)):
             raise InputError("nothing in a run is below 0, or not finite")
         try:
-            self.words = shlex.split(self.flags)  # before folders, which may hold spaces, are put in
+            self.words = shlex.split(self.flags)  # split before folders are inserted, which may hold spaces
         except ValueError as error:
             raise InputError(f"flags are {self.flags!r}: {error}") from None
 
 
 def read_suite(name: str) -> tuple[str, list[Entry]]:
-    """A suite's name and entries. Raises InputError where the file is missing, damaged or says what nobody reads."""
+    """Return a suite's name and entries. Raise InputError if the file is missing, damaged or has unknown keys."""
     path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
     try:
         found = tomllib.loads(path.read_text())
@@ -74,7 +74,10 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
 
 
 def _as_lists(given: dict[str, Any]) -> dict[str, Any]:
-    """One name stands for a list of one, and seeds = 10 for 1 to 10. Raises InputError for a key that is not read."""
+    """Return the keys with a single name as a list of one, and seeds = 10 as 1 to 10.
+
+    Raise InputError if a key is unknown.
+    """
     keys = [f.name for f in dataclasses.fields(Entry)]
     if unknown := given.keys() - set(keys):
         raise InputError(f"{', '.join(sorted(unknown))}: a run has {', '.join(keys)}")
@@ -85,14 +88,14 @@ def _as_lists(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Planned(NamedTuple):
-    """How many seeds are planned, and to which step."""
+    """The number of planned seeds, and the last step."""
 
     seeds: int
     step: int
 
 
 def labels(suite: str) -> dict[str, str]:
-    """Return the label of each name in a suite, in its order; d3rlpy's after ours in suite offline-own."""
+    """Return the label of each name in a suite, in its order. In offline-own, d3rlpy's follow ours."""
     own = {entry.name or algo: entry.label for entry in read_suite(suite)[1] for algo in entry.algo}
     found: dict[str, str] = {}
     for name, label in own.items():
@@ -103,7 +106,7 @@ def labels(suite: str) -> dict[str, str]:
 
 
 def planned(suite: str) -> dict[str, dict[str, Planned]]:
-    """Return what is planned of each name in `labels` on each task."""
+    """Return the plan of each name in `labels` on each task."""
     found: dict[str, dict[str, Planned]] = {name: {} for name in labels(suite)}
     for entry in read_suite(suite)[1]:
         flags = dict(itertools.pairwise(entry.words))
@@ -115,9 +118,9 @@ def planned(suite: str) -> dict[str, dict[str, Planned]]:
 
 
 def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
-    """Every run of a suite, seeds outermost: what all have with one seed comes before anyone's second.
+    """Return every run of a suite, ordered by seed: every configuration runs seed 1 before any runs seed 2.
 
-    Raises InputError where an algorithm is not there or would refuse its flags, or where two runs share a folder.
+    Raise InputError if an algorithm does not exist, an algorithm would refuse its flags, or two runs share a folder.
     """
     found = [job for entry in entries for job in _jobs_of(entry, folder.absolute() / suite)]
     twice = [str(into) for into, times in Counter(job.folder for job in found).items() if times > 1]
@@ -127,7 +130,7 @@ def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
 
 
 def task_name(task: str) -> str:
-    """Return the folder's name for an environment's or dataset's id, or for a dataset's file."""
+    """Return the folder name of an environment's or dataset's id, or of a dataset's file."""
     return Path(task).stem if task.endswith((".hdf5", ".h5")) else task.replace("/", "_").replace(":", "_")
 
 
@@ -135,7 +138,7 @@ def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
     tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
     for algo, (flag, task) in itertools.product(entry.algo, tasks):
         command, name = (f"algos/{algo}.py", flag, task), task_name(task)
-        refuse_wrong_flags(algo, (*command, *entry.words))  # once for all seeds, which change none
+        refuse_wrong_flags(algo, (*command, *entry.words))  # once for all seeds, whose flags are alike
         for seed in entry.seeds:
             flags = [w.replace("{suites}", str(folder.parent)).replace("{run}", f"{name}/{seed}") for w in entry.words]
             into = folder / (entry.name or algo) / name / str(seed)
@@ -143,7 +146,7 @@ def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
 
 
 def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
-    """Raises InputError now, where the command would say so when its turn comes, hours later."""
+    """Raise InputError now if the command would refuse its flags, because it may start hours later."""
     if not (ROOT / command[0]).exists():
         known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
         raise InputError(f"there is no {command[0]}: give one of {known}")
@@ -156,7 +159,7 @@ def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
 
 
 def has_more_steps(before: str, now: str) -> bool:
-    """Whether two of `Job.line` say the same but for more steps, which the algorithm can be given (`extendable`)."""
+    """Return whether `now` is the `Job.line` of `before` with more steps, which the algorithm allows (`extendable`)."""
     old_line, new_line = (line.split(" --run-dir ")[0] for line in (before, now))
     (head, _, was), (other_head, _, becomes) = old_line.partition(".py "), new_line.partition(".py ")
     if head != other_head:
@@ -164,7 +167,7 @@ def has_more_steps(before: str, now: str) -> bool:
     kind = importlib.import_module(f"algos.{Path(head).name}").Args
     try:
         old, new = (vars(parse(kind, shlex.split(flags))) for flags in (was, becomes))
-    except (InputError, ValueError):  # flags that are no longer there, or torn
+    except (InputError, ValueError):  # removed flags, or a torn line
         return False
     grown = [key for key in kind.extendable if 0 < old.get(key, 0) < new.get(key, 0)]
     return bool(grown) and all(old[key] == new[key] for key in old if key not in grown)

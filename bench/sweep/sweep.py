@@ -1,11 +1,11 @@
-"""Many runs: a suite of algorithms × environments or datasets × seeds, each a command of its own, as Ray tasks.
+"""Run a suite of algorithms × environments or datasets × seeds, each a separate command, as Ray tasks.
 
     make bench SUITE=smoke
     make bench SUITE=online-1m ARGS="--dry-run"                # the commands alone
     RAY_ADDRESS=10.0.0.1:6379 make bench SUITE=online-1m       # on a cluster (docs/sweeps.md)
 
-Finished runs are skipped, stopped ones go on from their last checkpoint: the same command again is how a sweep goes on,
-whatever ended it. Results are those of the commands run by hand, bit for bit.
+Run the same command again to resume a sweep, whatever ended it. It skips finished runs and resumes stopped ones from
+their last checkpoint. Results are bit-identical to those of the commands run by hand.
 """
 
 import contextlib
@@ -31,27 +31,30 @@ from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.run_folder import DONE, EVALUATIONS, is_finished, read_config, read_evaluations
 
-KILLS = 3  # so often a run goes on after the kernel or somebody killed it; of lost nodes and workers there is no limit
+KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
 
 
 @dataclass
 class Args:
-    """What to run."""
+    """Suite, and resources."""
 
     suite: Annotated[str, tyro.conf.Positional]
     """One of bench/sweep/suites, or the path of such a file."""
     folder: Path = Path("runs")
-    """Each run goes into <folder>/<suite>/<name>/<environment or dataset>/<seed>."""
+    """Folder of the runs: each goes into <folder>/<suite>/<name>/<environment or dataset>/<seed>."""
     cpus: int | None = None
-    """CPUs of this machine to use, where Ray is embedded; all unless given."""
+    """CPUs of this machine to use, without a cluster; by default all."""
     gpus: int | None = None
-    """GPUs of this machine to use, likewise."""
+    """GPUs of this machine to use, without a cluster; by default all."""
     dry_run: bool = False
-    """Print the commands, one a line, and start nothing."""
+    """Print the commands, one on each line, and start nothing."""
 
 
 def is_done(job: Job) -> bool:
-    """Whether it has all its steps. Raises InputError where its folder was made by a command that differs in more."""
+    """Return whether the run has all its steps.
+
+    Raise InputError if another command made its folder, unless the new command only has more steps.
+    """
     record = job.folder.with_suffix(".sh")
     if record.exists() and record.read_text().split(" --run-dir ")[0] != job.line.split(" --run-dir ")[0]:
         if has_more_steps(record.read_text(), job.line):
@@ -64,7 +67,7 @@ def is_done(job: Job) -> bool:
 
 @dataclass
 class Sweep:
-    """Its runs by what became of them, in the order in which they will start."""
+    """The runs of a sweep by their state; waiting runs are in the order in which they will start."""
 
     waiting: list[Job]
     done: list[Job] = field(default_factory=list)
@@ -73,7 +76,7 @@ class Sweep:
     kills: Counter[Job] = field(default_factory=Counter)
 
     def table(self) -> str:
-        """A line for each that runs or failed, and one for all."""
+        """Return a line for each run that is running or failed, and one for all."""
         lines = [f"runs     {job.label:40}{progress(job)}" for job in self.running.values()]
         for job, why in self.failed:
             lines += [f"failed   {job.label}", *(f"         | {line}" for line in why.splitlines())]
@@ -82,8 +85,8 @@ class Sweep:
 
 
 def progress(job: Job) -> str:
-    """Step and mean return of its last evaluation, where this machine can see its folder."""
-    try:  # a full disk or a power cut may have torn the last row, which the run itself cuts off when it goes on
+    """Return step and mean return of the last evaluation, or "" if this machine cannot read it."""
+    try:  # a full disk or a power cut may have torn the last row, which the run removes when it resumes
         curve = means(read_evaluations(job.folder / EVALUATIONS), lambda row: float(row["return"]))
         arguments = read_config(job.folder, "is missing or damaged")["arguments"]
         end = arguments.get("total_steps", arguments.get("online_steps", 0))
@@ -94,7 +97,7 @@ def progress(job: Job) -> str:
 
 
 def train(args: Args) -> None:
-    """Runs the suite to its end. Raises RunError where a run failed: the others go on to theirs first."""
+    """Run the suite to its end. If a run failed, raise RunError after all others have ended."""
     for flag, value, least in (("--cpus", args.cpus, 1), ("--gpus", args.gpus, 0)):
         if value is not None and value < least:
             raise InputError(f"{flag} is {value}: give {least} or more")
@@ -110,12 +113,15 @@ def train(args: Args) -> None:
 
 
 def execute(sweep: Sweep, args: Args) -> None:
-    """Runs what waits, on Ray, to the end. Ctrl-C and SIGTERM stop what runs, each with a checkpoint."""
-    address = os.environ.get("RAY_ADDRESS", "local")  # never one that happens to be there
+    """Run all waiting runs to their end, on Ray. Ctrl-C and SIGTERM stop the running ones, each with a checkpoint.
+
+    Raise InputError if Ray does not start or no cluster answers.
+    """
+    address = os.environ.get("RAY_ADDRESS", "local")  # Ray's default may find a cluster that runs here by chance
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address == "local":  # a token of its own: nobody else on this machine gets in, and none is left in the home
+    if address == "local":  # its own token keeps other users of this machine out, and leaves no file in the home folder
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # which Ray reads once
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once
     import ray
 
     with contextlib.ExitStack() as stack:
@@ -147,7 +153,7 @@ def execute(sweep: Sweep, args: Args) -> None:
 
 
 def drive(sweep: Sweep, ray: Any) -> None:
-    """Starts runs, takes in those that ended, and shows what is, until all ended."""
+    """Start runs, collect those that ended, and print the table when it changes, until all have ended."""
     nodes: set[str] = set()
     shown = ""
     while sweep.waiting or sweep.running:
@@ -162,7 +168,10 @@ def drive(sweep: Sweep, ray: Any) -> None:
 
 
 def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
-    """The nodes that joined. Raises InputError where one has other code or packages: its runs would not be the same."""
+    """Return the ids of the nodes that joined. Raise InputError if one has other code or packages.
+
+    Its runs would not be the same.
+    """
     joined = {node["NodeID"]: node["NodeName"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known}
     at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     told = {n: ray.remote(facts).options(num_cpus=0, scheduling_strategy=at(n, soft=False)).remote() for n in joined}
@@ -174,9 +183,9 @@ def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
 
 
 def fill(sweep: Sweep, ray: Any) -> None:
-    """Starts what there is room for now; the rest waits here, where it can be counted.
+    """Start the runs for which resources are free. The others wait here instead of in Ray, so they can be counted.
 
-    Raises InputError where a run asks for more than any node has, and RunError where no node is left.
+    Raise InputError if a run needs more than any node has, and RunError if no node is left.
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not alive:
@@ -190,17 +199,17 @@ def fill(sweep: Sweep, ray: Any) -> None:
             continue
         sweep.waiting.remove(job)
         job.folder.parent.mkdir(parents=True, exist_ok=True)
-        (job.folder / DONE).unlink(missing_ok=True)  # of a run that goes on with more steps
+        (job.folder / DONE).unlink(missing_ok=True)  # the run may resume with more steps
         with replacing(job.folder.with_suffix(".sh")) as file:
             file.write(f"{job.line}\n".encode())
-        # Lost nodes and workers are tried anew, for ever; none is used again, where a GPU's memory could stay with it.
+        # A task whose node or worker is lost is retried without limit. A worker runs one task, to free GPU memory.
         options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "memory": needs["memory"] or None}
         task = ray.remote(max_retries=-1, max_calls=1, **options)(run)
         sweep.running[task.remote(job)] = job
 
 
 def finish(sweep: Sweep, reference: Any, ray: Any) -> None:
-    """Takes a run that ended to those that are done, that failed, or that go on."""
+    """Move a run that ended to the done, failed or waiting ones. A killed run waits again, KILLS times at most."""
     job = sweep.running.pop(reference)
     try:
         outcome: Outcome = ray.get(reference)

@@ -1,4 +1,4 @@
-"""One run of a sweep, as a Ray task does it: a command in a process group of its own, its words in a file."""
+"""One run of a sweep as a Ray task: a command in its own process group, with its output in a file."""
 
 import contextlib
 import ctypes
@@ -19,15 +19,15 @@ from common.provenance import commit, versions
 from common.run_folder import CONFIG, DONE, EVALUATIONS, LOCK, lock_of
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = (CONFIG, EVALUATIONS, DONE)  # in this order: what is done has all of them
+KEPT = (CONFIG, EVALUATIONS, DONE)  # DONE is last, so a folder that has it has all
 SECONDS_TO_STOP = 60.0
-SECONDS_UNTIL_FREE = 90.0  # Ray takes a minute to see that its head is gone, and to end what it had started
+SECONDS_UNTIL_FREE = 90.0  # Ray takes a minute to notice that its head is gone, and to end its tasks
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command, without its Python and its folder, the folder it writes, and what it may use."""
+    """A command without its Python and its folder, the folder that it writes, and the resources that it may use."""
 
     command: tuple[str, ...]
     folder: Path
@@ -36,7 +36,7 @@ class Job:
     gpus: float = 0.0
     memory: float = 0.0  # GiB
     caller: str = field(default_factory=os.getcwd, compare=False)
-    """The user's folder, whose modules --env may name: the command itself runs in ROOT."""
+    """The user's folder, whose modules --env may name, because the command itself runs in ROOT."""
 
     @property
     def label(self) -> str:
@@ -48,19 +48,21 @@ class Job:
 
     @property
     def line(self) -> str:
-        """The same for a shell, from the repository's root."""
+        """Return the command for a shell, to run from the repository's root."""
         program = shlex.join(("python", *self.command, "--run-dir", str(self.folder)))
         return f"{'' if self.gpus else 'CUDA_VISIBLE_DEVICES= '}OMP_NUM_THREADS={self.cpus} {program}"
 
     @property
     def log(self) -> Path:
-        """What it says, on the machine that it runs on; beside its folder, which is the run's own."""
+        """Return the file of its output, next to its folder, on the machine that it runs on."""
         return self.folder.with_suffix(".log")
 
     @property
     def environment(self) -> dict[str, str]:
-        """As many threads as CPUs; a GPU only for those that asked for one, which Ray chooses, and of a part of one no
-        more of its memory than that. Without the GPU they end, and do not train on the CPU.
+        """Return the environment variables of the command, with as many threads as CPUs.
+
+        A run sees a GPU only if it asked for one, and Ray chooses which. With a part of a GPU it gets at most that
+        share of its memory. If the GPU is missing, such a run ends and does not train on the CPU.
         """
         own = {f"{name}_NUM_THREADS": str(self.cpus) for name in ("OMP", "MKL", "OPENBLAS")}
         if Path(self.caller) != ROOT:
@@ -72,14 +74,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended, its last lines, and, where it ended well, its small files by name."""
+    """A command's exit status, its last lines, and after success its small files by name."""
 
     status: int
     said: str
     files: dict[str, bytes]
 
     def keep(self, folder: Path) -> None:
-        """Writes the files: the run may have been on another machine."""
+        """Write the files to `folder`, because the run may have been on another machine."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             with replacing(folder / name) as file:
@@ -87,12 +89,12 @@ class Outcome:
 
 
 def facts() -> dict[str, str]:
-    """What has to be the same on every node for a run to be the same on any: this code, its packages, its Python."""
+    """Return what must be equal on every node for runs to be the same: this code, its packages, its Python."""
     return versions() | {"commit": commit()}
 
 
 def run(job: Job) -> Outcome:
-    """Runs a job to its end. Interrupted (Ray's cancel), it lets the command write a checkpoint before it ends."""
+    """Run a job to its end. If Ray cancels it, let the command write a checkpoint before it ends."""
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     _wait_until_free(job.folder)
     with job.log.open("ab") as log:
@@ -102,7 +104,7 @@ def run(job: Job) -> Outcome:
             start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
         try:
-            while (status := process.poll()) is None:  # a cancel does not wake what waits in the kernel
+            while (status := process.poll()) is None:  # a cancel does not interrupt a wait in the kernel
                 time.sleep(0.2)
         except BaseException:
             _stop(process)
@@ -113,14 +115,14 @@ def run(job: Job) -> Outcome:
 
 
 def _wait_until_free(folder: Path) -> None:
-    """Wait for a run of a killed sweep that is still ending. The command itself refuses one that does not end."""
+    """Wait for a run of a killed sweep that is still ending. If it does not end, the command itself fails."""
     if (folder / LOCK).exists():
         with contextlib.suppress(Timeout), lock_of(folder, SECONDS_UNTIL_FREE):
             pass
 
 
 def _die_with_parent() -> None:
-    """A worker killed at once cannot stop its command: the kernel does."""
+    """Let the kernel kill the command with its worker, because a killed worker cannot stop its command."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
