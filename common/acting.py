@@ -1,4 +1,4 @@
-"""From arrays of observations to arrays of actions, by methods written in tensors."""
+"""Map arrays of observations to arrays of actions, by methods that are written for tensors."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class OnDevice(Protocol):
 
 
 class Agent(Protocol):
-    """What `acting` made of an agent; its random numbers are all from its generator."""
+    """An agent whose `act` is wrapped by `acting`. It draws all its random numbers from `generator`."""
 
     generator: torch.Generator
 
@@ -31,9 +31,9 @@ A = TypeVar("A", bound=OnDevice)
 def acting(
     method: Callable[Concatenate[A, Tensor, P], Tensor],
 ) -> Callable[Concatenate[A, NDArray[Any], P], NDArray[np.float32]]:
-    """A method from obs [n, obs_dim] to actions [n, action_dim], tensors on the agent's device, as one of arrays.
+    """Wrap a method from obs [n, obs_dim] to actions [n, action_dim] so that it takes and returns arrays.
 
-    No gradient is kept. What it was is its `__wrapped__`.
+    The method itself takes and returns tensors on the agent's device. No gradient is kept. `__wrapped__` is the method.
     """
 
     @functools.wraps(method)
@@ -48,7 +48,7 @@ def acting(
 
 
 def uniform_actions(num_envs: int, action_dim: int, generator: torch.Generator) -> NDArray[np.float32]:
-    """Random actions [num_envs, action_dim] in [-1, 1]."""
+    """Sample uniform actions [num_envs, action_dim] in [-1, 1]."""
     actions = 2.0 * torch.rand((num_envs, action_dim), generator=generator, device=generator.device) - 1.0
     array: NDArray[np.float32] = actions.cpu().numpy()
     return array

@@ -22,7 +22,7 @@ KINDS = {
 
 
 class Unset(enum.Enum):
-    """Default of an argument that is filled in before it is used: no value of its type, so that one given is known."""
+    """Default of an argument that is filled in before use. It has another type, so that a given value is recognised."""
 
     BY_DOMAIN = "by the dataset's domain"
     BY_SIZE = "by --size"
@@ -32,7 +32,7 @@ class Unset(enum.Enum):
         return self.value
 
 
-# Of any type for the type checker, because a field has the type of the value that is filled in.
+# `Any` for the type checker, because a field has the type of the value that is filled in.
 BY_DOMAIN: Any = Unset.BY_DOMAIN
 BY_SIZE: Any = Unset.BY_SIZE
 WITH_CUDA: Any = Unset.WITH_CUDA
@@ -73,8 +73,8 @@ Probability = Annotated[float, Interval(0, 1, has_low=True)]  # [0, 1)
 def converted(value: Any, wanted: Any) -> Any:
     """Return `value` as the type `wanted`, a field's annotation: "700" and 7e2 as 700, a string as a path.
 
-    NumPy's scalars and arrays count as Python's. Raises ValueError if a conversion would change the value. A type not
-    in `KINDS` takes every value.
+    NumPy's scalars and arrays count as Python's numbers and lists. A type that is not in `KINDS` takes every value.
+    Raises ValueError if a conversion would change the value.
     """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
@@ -105,7 +105,7 @@ def converted(value: Any, wanted: Any) -> Any:
 def whole_number(value: float | str | np.number[Any]) -> int:
     """Return 100000 for 1e5, "1e5" and 100000.0. Raises ValueError for 1.5."""
     if isinstance(value, int | np.integer) or (isinstance(value, str) and value.strip("+-").isdecimal()):
-        return int(value)  # of any size: a float holds 53 bits
+        return int(value)  # exact at any size: a float holds 53 bits only
     with contextlib.suppress(ValueError):
         if float(value).is_integer():
             return int(float(value))
@@ -113,7 +113,7 @@ def whole_number(value: float | str | np.number[Any]) -> int:
 
 
 def described(wanted: Any) -> str:
-    """Return a type in the reader's words."""
+    """Return a type in words, for an error message."""
     origin, parts = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         *first, last = " or ".join(map(described, parts)).split(" or ")
@@ -124,14 +124,14 @@ def described(wanted: Any) -> str:
 
 
 def at_least(lowest: int, **given: float | None) -> None:
-    """Raise InputError for the first flag that is below `lowest`, or not finite. None is a flag not given."""
+    """Raise InputError for the first flag that is below `lowest` or not finite. None is a flag that was not given."""
     for name, value in given.items():
         if value is not None and not lowest <= value < math.inf:
             raise InputError(f"--{name.replace('_', '-')} is {value}: give a number from {lowest} up")
 
 
 def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> Any:
-    """Return the value as its type. Raises InputError if it cannot be converted, or is out of bounds."""
+    """Convert the value to its type and return it. Raises InputError if that fails, or if it is out of bounds."""
     try:
         value = converted(given, wanted)
     except (ValueError, OverflowError):
@@ -147,33 +147,33 @@ def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> 
 
 @dataclasses.dataclass
 class RunArgs:
-    """What every algorithm takes."""
+    """Arguments of every algorithm."""
 
-    extendable: ClassVar[tuple[str, ...]] = ()  # what a run can be given more of
-    switch_step: ClassVar[int | None] = None  # where learning from a dataset ends: evaluated on both sides
+    extendable: ClassVar[tuple[str, ...]] = ()  # arguments that may be larger when a run is resumed
+    switch_step: ClassVar[int | None] = None  # the last step on a dataset alone, with an evaluation on both sides
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
     seed: NonNegativeInt = 1
-    """Fixes everything random: networks, exploration, environments, batches."""
+    """Seed of everything random: networks, exploration, environments, batches."""
     num_envs: int = 1
     """Environments stepped together."""
     vectorizer: Literal["sync", "async", "envpool"] = "sync"
-    """How: one after another, each in a process of its own, or in the threads of EnvPool (docs/environments.md)."""
+    """Step environments one after another, each in its own process, or in EnvPool's threads (docs/environments.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where networks and replay buffer live; auto takes CUDA when it is there."""
+    """Device of networks and replay buffer; auto: CUDA if available, else the CPU."""
     compile: bool = False
     """Run the update through torch.compile."""
     cuda_graph: bool = True
-    """On CUDA, run the update, and acting, as captured graphs, which launch all their kernels at once."""
+    """On CUDA, run update and acting as captured graphs, which launch all their kernels at once."""
     tf32: bool = False
-    """On CUDA, multiply matrices with 10 bits of mantissa instead of 23, as JAX does: faster for large networks."""
+    """On CUDA, multiply matrices with 10 bits of mantissa, not 23, as JAX does; faster for large networks."""
     run_dir: Path | None = None
-    """Run folder; runs/<algorithm>__<env or dataset>__<seed> unless given."""
+    """Run folder; None: runs/<algorithm>__<env or dataset>__<seed>."""
     eval_every: int = 5_000
     """Environment steps between evaluations."""
     eval_episodes: NonNegativeInt = 10
-    """Episodes of an evaluation, from the same starts each time, or 0; the policy is deterministic, but for EXPO's."""
+    """Episodes of an evaluation, with the same starts each time; 0: none. Policies are deterministic, except EXPO's."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
     track: bool = False
@@ -181,12 +181,12 @@ class RunArgs:
 
     @property
     def task(self) -> str:
-        """What is learned, for the run's name."""
+        """The environment or dataset, for the run's name."""
         return self.env
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first step and the last; environment steps are positive, gradient steps on a dataset alone negative."""
+        """The first and the last step. Environment steps are positive, gradient steps on a dataset alone negative."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -202,22 +202,21 @@ class RunArgs:
 
 @dataclasses.dataclass
 class OffPolicyArgs(RunArgs):
-    """What every algorithm takes that learns while it acts."""
+    """Arguments of every algorithm that learns while it acts."""
 
-    # Only --overlap's last updates depend on where the run ends.
+    # A run can be extended, because only --overlap's last updates depend on where it ends.
     extendable: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
 
     overlap: bool = WITH_CUDA
-    """Act before the last step's updates instead of after them, so that the device learns while the environment
-    steps."""
+    """Act before the last step's updates, not after them, so that the device learns while the environment steps."""
 
 
 @dataclasses.dataclass
 class OnlineArgs(RunArgs):
-    """What every algorithm takes that learns from its environment alone."""
+    """Arguments of every algorithm that learns from its environment alone."""
 
     total_steps: int = 1_000_000
-    """Environment steps, those of all environments added up."""
+    """Environment steps, summed over all environments."""
 
     @property
     def span(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The state of everything that has one, and files that are either whole or not there."""
+"""Collect, save and restore the state of a run, in files that are either whole or absent."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
 
 
 class Part:
-    """A part of a run that has state, other than its agent: replay buffer, environments, pending updates."""
+    """A part of a run with state, other than its agent: replay buffer, environments, pending updates."""
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Return the state; what is large may be written into `folder`, where an earlier state must stay loadable."""
+        """Return the state. Large data may be written into `folder`, but an earlier state must stay loadable."""
         raise NotImplementedError
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -38,15 +38,15 @@ class Part:
         """Delete the files in `folder` that only earlier states need."""
 
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:
-        """Forget the episode under way of each environment [num_envs] that could not be restored exactly."""
+        """Forget the unfinished episode of each environment whose `exact` [num_envs] is False: it was not restored."""
 
 
 def state_of(agent: object) -> dict[str, Any]:
     """Return the state of every attribute of `agent`.
 
     Attributes may be networks, optimisers, learning-rate schedulers, generators, tensors, arrays and numbers. One that
-    is added later is saved without further code. Raises InputError for one whose state it does not know, so that
-    nothing is left out silently.
+    is added later is saved without further code. Other constants (strings, devices, tuples), dataclasses and callables
+    have no state. Raises InputError for any other type, so that nothing is left out silently.
     """
     state: dict[str, Any] = {}
     for name, value in vars(agent).items():
@@ -79,8 +79,8 @@ def _not_saveable(agent: object, name: str, what: str) -> InputError:
 def require_saveable(agent: object) -> None:
     """Raise InputError for an attribute of `agent` whose state would not come back from a checkpoint.
 
-    `state_of` knows kinds of attributes alone. This writes and reads each state, as a network or a scheduler may hold
-    anything.
+    `state_of` checks types only. This function writes and reads each state, because a network or a scheduler may hold
+    anything. It also refuses a scheduler that cycles the momentum.
     """
     for name, state in state_of(agent).items():
         if getattr(vars(agent)[name], "cycle_momentum", False):
@@ -101,9 +101,9 @@ def require_saveable(agent: object) -> None:
 def restore(
     agent: object, state: dict[str, Any], otherwise: str = "give another --run-dir to start from scratch"
 ) -> None:
-    """Puts back what `state_of` gave, into the same objects: an optimiser stays bound to its parameters.
+    """Restore what `state_of` returned into the same objects, so that an optimiser stays bound to its parameters.
 
-    Raises InputError, which says what to do `otherwise`, where names or shapes differ.
+    Raises InputError, whose message ends with `otherwise`, if names or shapes differ.
     """
     expected = state_of(agent).keys()
     if expected != state.keys():
@@ -130,7 +130,7 @@ def restore(
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; it takes the place of `path` in one step when the block ends well, else it is gone."""
+    """Yield a file to write. It replaces `path` in one step if the block succeeds, and is deleted otherwise."""
     aside = path.with_name(path.name + ".part")
     try:
         with aside.open("wb") as file:
@@ -144,14 +144,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(folder: Path) -> None:
-    """Which files a folder holds survives a power cut, their making and renaming, only once it is synced itself."""
+    """Sync a folder, so that the creation and renaming of files in it survive a power cut."""
     number = os.open(folder, os.O_RDONLY)
     os.fsync(number)
     os.close(number)
 
 
 def refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
-    """Raises RunError where a number of the state at `step` of the run in `folder` is not finite."""
+    """Raise RunError if a tensor of the state, at `step` of the run in `folder`, is not finite."""
     for name, value in state.items():
         if isinstance(value, dict):
             refuse_non_finite(value, folder, step)
@@ -160,15 +160,15 @@ def refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes tensors, arrays, numbers, strings, lists and dicts, which `load` reads without unpickling any code."""
-    data = io.BytesIO()  # in memory first: on a full disk torch.save itself ends with an error that says nothing of it
+    """Write tensors, arrays, numbers, strings, lists and dicts, which `load` reads without unpickling any code."""
+    data = io.BytesIO()  # in memory first: on a full disk torch.save raises an error that does not name the disk
     torch.save(_as_tensors(state), data)
     with replacing(path) as file:
         file.write(data.getbuffer())
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote, to the CPU.
+    """Read what `save` wrote, with tensors on the CPU.
 
     Raises InputError if the file is damaged or cannot be read, FileNotFoundError if there is none.
     """
@@ -181,7 +181,7 @@ def load(path: Path) -> dict[str, Any]:
         return {key: _as_arrays(value) for key, value in state.items()}
     except pickle.UnpicklingError:  # PyTorch's message advises to load it unsafely
         reason = "it holds more than tensors and plain data"
-    except Exception as error:  # the content decides which: any but a lack of memory is its fault
+    except Exception as error:  # any error may mean damage, except a lack of memory
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise _does_not_fit(path) from None
         reason = " ".join(f"{type(error).__name__} {error}".split())[:120]
@@ -189,7 +189,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is such a file. Raises InputError if this user may not look."""
+    """Return whether the file exists. Raises InputError if the path cannot be accessed."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -202,8 +202,8 @@ def exists(path: Path) -> bool:
 def read_bytes(path: Path) -> bytes:
     """Return the file's bytes.
 
-    Raises InputError with the reason if it cannot be read, FileNotFoundError if there is none. Neither is a fault of
-    the file's content.
+    Raises InputError if it cannot be read or does not fit into memory, FileNotFoundError if there is none. Neither
+    means that the content is damaged.
     """
     try:
         return path.read_bytes()
@@ -227,7 +227,7 @@ def _does_not_fit(path: Path) -> InputError:
 
 
 def _as_tensors(state: Any) -> Any:
-    """Arrays as {"ndarray": tensor}: NumPy's own pickles are not among what PyTorch reads as mere data."""
+    """Replace arrays by {"ndarray": tensor}, because PyTorch does not read NumPy's own pickles as plain data."""
     if isinstance(state, np.ndarray):
         return {"ndarray": torch.from_numpy(state)}
     if isinstance(state, dict) and not isinstance(state, Counter):

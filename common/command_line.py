@@ -1,4 +1,4 @@
-"""A command's arguments, and its ends: bad input with status 2, a failed run with 1, each in two lines at most."""
+"""Parse a command's arguments, run it, and report bad input or a failed run in two lines at most."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ _registry = ConstructorRegistry()
 
 @_registry.primitive_rule
 def _converted(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Let every whole number be written as 1e5 too, and refuse an empty path."""
+    """Return tyro's rule for whole numbers (1e5 is one) and paths (not empty), or None for other types."""
     wanted = of.type
     if wanted not in (int, Path):
         return None
@@ -39,13 +39,16 @@ def _converted(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 
 def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
-    """Runs `train` with the command line's arguments; bad input ends it with 2, a failed run with 1, in two lines."""
+    """Run `train` with the command line's arguments, and exit with a message of at most two lines if it fails.
+
+    The exit status is 2 for bad input. It is 1 for a failed run, a GPU that is out of memory and a full disk.
+    """
     program = Path(sys.argv[0]).name
     try:
         report_out_of_memory(train)(parse(arguments))
     except Finished as said:
         sys.stderr.write(f"{said}\n")
-    except KeyboardInterrupt:  # before a run has begun, which takes it up itself
+    except KeyboardInterrupt:  # before a run begins; a run handles the signal itself
         raise SystemExit(130) from None
     except InputError as error:
         sys.stderr.write(f"{program}: {error}\n")
@@ -54,7 +57,7 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         sys.stderr.write(f"{program}: {error}\n")
         raise SystemExit(1) from None
     except torch.OutOfMemoryError as error:
-        full = str(error).partition(". ")[0]  # of a paragraph
+        full = str(error).partition(". ")[0]  # the first sentence of a paragraph
         sys.stderr.write(
             f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the card\n"
         )
@@ -68,9 +71,9 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
 
 
 def _with_placeholders(arguments: type[T], unset: dict[str, Unset]) -> type[T]:
-    """Return the class with a default of its type for each field that is filled in later, and with that in its help.
+    """Return the class with a placeholder as the default of each field that is filled in later.
 
-    tyro wants defaults of the field's type. Nothing is checked in this class.
+    tyro requires defaults of the field's type. The help shows what fills in each field. The class checks no values.
     """
     if not unset:
         return arguments
@@ -85,7 +88,7 @@ def _with_placeholders(arguments: type[T], unset: dict[str, Unset]) -> type[T]:
 
 
 def _filled_in(arguments: type, name: str, default: Unset) -> str:
-    """Return what fills in an argument: by domain, or by size, as the tables of its module have it."""
+    """Return the help text on what fills in an argument, with the values in its module's tables."""
     module = vars(sys.modules[arguments.__module__])
     tables = module.get("PRESETS", {}) | module.get("SIZES", {})
     values = [f"{of} {values[name]}" for of, values in tables.items() if name in values]
@@ -93,7 +96,7 @@ def _filled_in(arguments: type, name: str, default: Unset) -> str:
 
 
 def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
-    """Return the arguments that these words give, or the command line's. Raises InputError if they give none."""
+    """Parse `words`, by default the command line's, into arguments. Raises InputError if they are not valid."""
     words = sys.argv[1:] if words is None else words
     printed, description = io.StringIO(), sys.modules[arguments.__module__].__doc__ or ""
     unset = {f.name: f.default for f in dataclasses.fields(arguments) if isinstance(f.default, Unset)}  # type: ignore[arg-type]
@@ -110,7 +113,7 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     except SystemExit as stop:
         if not stop.code:
             raise
-    # tyro draws a box of many lines: what is wrong stands above its first rule, what was meant below.
+    # tyro draws a box of many lines. The error stands above its first rule, the suggestion below.
     lines = [line.strip("│╭╮╰╯ ─") for line in printed.getvalue().splitlines()[1:]]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))

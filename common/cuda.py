@@ -1,7 +1,7 @@
-"""The device, torch.compile, and on CUDA what makes runs repeatable, bounds their memory, makes an update one graph.
+"""The device and torch.compile; on CUDA also repeatable runs, a bound of their memory, and updates as one graph.
 
-These networks are so small that launching an update's kernels one by one, a hundred and more, takes several times as
-long as the kernels themselves. A CUDA graph launches all of them at once.
+These networks are small. Launching the hundred or more kernels of an update one by one takes several times as long as
+the kernels themselves. A CUDA graph launches all of them at once.
 """
 
 import gc
@@ -19,13 +19,13 @@ from common.optim import Adam
 GPU_SHARE_ENV = "ONRAMP_GPU_SHARE"  # a number in (0, 1]: the largest share of the card's memory that a run takes
 P = ParamSpec("P")
 R = TypeVar("R")
-WARM_UP = 3  # calls that run as ever before one is recorded: libraries choose their kernels, the compiler compiles
+WARM_UP = 3  # eager calls before the capture, in which libraries choose their kernels and the compiler compiles
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compile` of a function, without `Adam.minimize`, whose call of the fused kernel it cannot trace.
+    """Compile a function with `torch.compile`, except `Adam.minimize`, whose call of the fused kernel it cannot trace.
 
-    A decorator there would do, but importing the compiler takes every program a second longer to start.
+    A decorator of `Adam.minimize` would import the compiler, which delays the start of every program by a second.
     """
     if not hasattr(Adam.minimize, "_torchdynamo_disable"):
         Adam.minimize = torch.compiler.disable(Adam.minimize)  # type: ignore[method-assign]
@@ -33,11 +33,10 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def device(name: str, tf32: bool = False) -> torch.device:
-    """The device of that name, ready; "auto" is CUDA where there is one, and where a share of its memory is given.
+    """Return the device of that name, ready for use. "auto" is CUDA if it is available, else the CPU.
 
-    On CUDA float32 matrices are multiplied with 23 bits of mantissa, or with `tf32` with 10.
-
-    Raises InputError where it is not there.
+    On CUDA, float32 matrices are multiplied with 23 bits of mantissa, or with 10 if `tf32`. Raises InputError if CUDA
+    is missing although `name` or a share in ONRAMP_GPU_SHARE asks for it.
     """
     shares = f"{GPU_SHARE_ENV} gives a share of a GPU" if GPU_SHARE_ENV in os.environ else ""
     meant = "--device is cuda" if name == "cuda" else shares
@@ -45,7 +44,7 @@ def device(name: str, tf32: bool = False) -> torch.device:
         raise InputError(f"{meant}, but PyTorch sees no CUDA device here: give --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    # Some of CUDA's kernels add in an order that differs from run to run, unless they are told not to.
+    # Without these settings, some CUDA kernels add in an order that differs from run to run.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # none is read
@@ -55,7 +54,7 @@ def device(name: str, tf32: bool = False) -> torch.device:
 
 
 def share_of_memory() -> float:
-    """What ONRAMP_GPU_SHARE says, else 1. Raises InputError where that is no number in (0, 1]."""
+    """Return the value of ONRAMP_GPU_SHARE, by default 1. Raises InputError if it is no number in (0, 1]."""
     said = os.environ.get(GPU_SHARE_ENV, "1")
     try:
         share = float(said)
@@ -67,24 +66,24 @@ def share_of_memory() -> float:
 
 
 class Graph(Protocol):
-    """What `GraphedFunction` needs of a graph: `CUDAGraph`, and in the tests one on the CPU."""
+    """The interface of a graph in `GraphedFunction`: `CUDAGraph`, and in the tests one on the CPU."""
 
     def __init__(self, generator: torch.Generator) -> None: ...
 
     def warm_up(self, function: Callable[[], R]) -> R:
-        """Calls the function where it will be recorded."""
+        """Call the function on the stream on which it will be recorded."""
 
     def record(self, function: Callable[[], R]) -> R:
-        """Notes what the function does on the device, without doing it; returns where its results will be."""
+        """Record what the function does on the device, without doing it. Return its results, which `replay` fills."""
 
     def replay(self) -> None:
-        """Does what was noted."""
+        """Do what was recorded."""
 
 
 class CUDAGraph:
-    """PyTorch's; its random numbers come from `generator`, each time from where that stands."""
+    """PyTorch's CUDA graph. Each replay draws its random numbers from the current state of `generator`."""
 
-    stream: ClassVar[torch.cuda.Stream | None] = None  # PyTorch wants warm-ups and captures on one of their own
+    stream: ClassVar[torch.cuda.Stream | None] = None  # PyTorch requires a separate one for warm-ups and captures
 
     def __init__(self, generator: torch.Generator) -> None:
         CUDAGraph.stream = CUDAGraph.stream or torch.cuda.Stream()
@@ -102,7 +101,7 @@ class CUDAGraph:
 
     def record(self, function: Callable[[], R]) -> R:
         gc.collect()
-        gc.disable()  # an old graph that is collected meanwhile would end the capture
+        gc.disable()  # collecting an old graph during the capture would end it
         try:
             with torch.cuda.graph(self.graph, stream=CUDAGraph.stream):
                 return function()
@@ -114,11 +113,11 @@ class CUDAGraph:
 
 
 class GraphedFunction(Generic[R]):
-    """Calls `function`, the first times as ever, then as a graph: one for each set of constants and of shapes.
+    """Calls `function` eagerly `WARM_UP` times, then as a graph. Each set of constants and shapes has its own graph.
 
-    Tensors among the arguments are copied to where the graph reads them; results are where it writes them, so that the
-    next call of the same kind overwrites them. All that the function does must be on the device, change tensors in
-    place, and wait for no number; what it does in Python beside that, a graph does not do again.
+    Tensors among the arguments are copied to where the graph reads them. Results stay where the graph writes them, so
+    the next call of the same kind overwrites them. The function must work on the device only, change tensors in place,
+    and wait for no number. A graph does not repeat any other Python code of the function.
     """
 
     def __init__(self, function: Callable[..., R], generator: torch.Generator, graph: type[Graph] = CUDAGraph) -> None:
@@ -128,7 +127,7 @@ class GraphedFunction(Generic[R]):
     def __call__(self, *arguments: Any, **constants: Any) -> R:
         key = (*(a.shape if isinstance(a, Tensor) else a for a in arguments), *constants.items())
         if key not in self._entries:
-            # Copies, as the graph reads them again and again where they lie.
+            # Copies, because the graph reads the same memory at every replay.
             own = [a.to(self.generator.device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
             tensors = [a for a in own if isinstance(a, Tensor)]
             self._entries[key] = _GraphEntry(
@@ -138,7 +137,7 @@ class GraphedFunction(Generic[R]):
 
 
 class _GraphEntry(Generic[R]):
-    """The calls with the same constants and shapes."""
+    """The calls with one set of constants and shapes."""
 
     def __init__(self, call: Callable[[], R], inputs: list[Tensor], graph: Graph) -> None:
         self.call, self.inputs, self.graph = call, inputs, graph

@@ -1,5 +1,7 @@
-"""Generative policies: diffusion and flow matching, and the network of IDQL (Hansen-Estruch et al. 2023, arXiv
-2304.10573) that either learns."""
+"""Generative policies: diffusion and flow matching, and the network that either of them trains.
+
+The network is that of IDQL (Hansen-Estruch et al. 2023, arXiv 2304.10573).
+"""
 
 import math
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from common.onednn import linear
 
 
 def dense(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, swish: bool = False) -> Tensor:
-    """A linear layer, by oneDNN on the CPU where nothing is to be differentiated."""
+    """Apply a linear layer, then swish if asked for. On the CPU, oneDNN computes it if no gradient is needed."""
     if inputs.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return linear(inputs, weight.contiguous(), bias, "swish" if swish else None)
     outputs = F.linear(inputs, weight, bias)
@@ -23,7 +25,7 @@ def dense(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, swish: boo
 
 
 class Block(nn.Module):
-    """What a residual block makes of its stream [..., width]."""
+    """A residual block (layer norm, expansion, swish, projection) on a stream [..., width]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,11 +38,11 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """What it makes of noisy actions at time t: the noise in them (diffusion), or their velocity (flow matching).
+    """Predicts the noise in noisy actions at time t (diffusion), or their velocity (flow matching).
 
-    A residual stream of `width` with `blocks` of layer norm, expansion to four times the width, swish and projection;
-    t goes in as cosines and sines of learned frequencies. Shapes: obs [batch, obs_dim], noisy [..., batch, action_dim],
-    time [..., batch] or [] to [..., batch, action_dim].
+    The residual stream of `width` passes `blocks` of layer norm, expansion to four times the width, swish and
+    projection. t enters as cosines and sines of learned frequencies. Shapes: obs [batch, obs_dim], noisy [..., batch,
+    action_dim] and time [..., batch] or [] are mapped to [..., batch, action_dim].
     """
 
     def __init__(self, obs_dim: int, action_dim: int, width: int, blocks: int, generator: torch.Generator) -> None:
@@ -56,14 +58,14 @@ class Denoiser(nn.Module):
     def forward(self, obs: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
         angles = 2.0 * math.pi * time.unsqueeze(-1) * self.frequencies
         embedding = self.of_time(torch.cat([angles.cos(), angles.sin()], dim=-1))
-        # One layer on all three side by side; each part is multiplied only as often as it differs.
+        # This equals one layer on all three concatenated, but obs and time are not repeated for every action.
         parts = self.first.weight.split([noisy.shape[-1], obs.shape[-1], embedding.shape[-1]], dim=1)
         of_actions, of_obs, of_time = (dense(x, w) for x, w in zip((noisy, obs, embedding), parts, strict=True))
         stream = self.blocks(of_actions.add_(of_obs + (of_time + self.first.bias)))
         return dense(F.silu(stream), self.last.weight, self.last.bias)
 
 
-# What a network makes of noisy actions at a time: `Denoiser` for given observations.
+# Maps noisy actions and time to noise or velocity: a `Denoiser` with its observations bound.
 Network = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -76,8 +78,9 @@ def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
 class Diffusion:
     """Denoising diffusion in T steps, with the variance-preserving schedule of IDQL.
 
-    β_t is how much noise a step adds, ᾱ_t = Π (1 - β) how much of the action is left: [T] each. Source: Xiao et al.
-    2022 (arXiv 2112.07804), the schedule of Song et al. 2021 (arXiv 2011.13456) between its points, from 0.1 to 10.
+    `betas` is the noise that each step adds, `alpha_bars` = Π (1 - β) the share of the action that is left: [T] each.
+    Source: Xiao et al. 2022 (arXiv 2112.07804), who discretise the schedule of Song et al. 2021 (arXiv 2011.13456),
+    with a noise rate from 0.1 to 10.
     """
 
     betas: Tensor
@@ -85,13 +88,13 @@ class Diffusion:
 
     @classmethod
     def variance_preserving(cls, steps: int, device: torch.device) -> "Diffusion":
-        """Return the process with this many steps."""
+        """Return the process with T = `steps`, its tensors on `device`."""
         t = torch.arange(1, steps + 1, dtype=torch.float64)
         betas = 1.0 - torch.exp(-0.1 / steps - 0.5 * (10.0 - 0.1) * (2.0 * t - 1.0) / steps**2)
         return cls(betas.float().to(device), (1.0 - betas).cumprod(0).float().to(device))
 
     def sample(self, network: Network, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Return actions in [-1, 1] from noise `x`: the reverse process, clipped after each step."""
+        """Turn noise `x` into actions in [-1, 1] by the reverse process, clipped after each step."""
         for k in reversed(range(len(self.betas))):
             noise = network(x, torch.full((), float(k), device=x.device))
             beta, alpha_bar = self.betas[k], self.alpha_bars[k]
@@ -110,12 +113,12 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Flow:
-    """Flow matching from noise at time 0 to actions at 1, in `steps` Euler steps; the network sees time times steps."""
+    """Flow matching from noise at t = 0 to actions at t = 1, in `steps` Euler steps. The network gets t · steps."""
 
     steps: int
 
     def sample(self, network: Network, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Return actions in [-1, 1] from noise `x`: dx/dt = v(s, x, t) by Euler."""
+        """Turn noise `x` into actions in [-1, 1] by Euler steps along dx/dt = v(s, x, t)."""
         for k in range(self.steps):
             x = x + network(x, torch.full((), float(k), device=x.device)) / self.steps
         return x.clamp(-1.0, 1.0)

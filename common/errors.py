@@ -1,4 +1,4 @@
-"""The ways in which a command ends early, which `common.command_line` turns into one message and an exit status."""
+"""Exceptions that end a command early. `common.command_line` turns each into a message and an exit status."""
 
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,19 @@ from numpy.typing import NDArray
 
 
 class InputError(Exception):
-    """What the user gave cannot work (a flag, an id, a file, a folder). Exit status 2; the message names the cure."""
+    """A flag, id, file or folder that the user gave cannot work. Exit status 2; the message names the cure."""
 
 
 class Finished(Exception):
-    """There is nothing to do: what was asked for is there already. Exit status 0."""
+    """There is nothing to do, because the result exists already. Exit status 0."""
 
 
 class RunError(Exception):
-    """The run itself failed (a non-finite loss, a full disk). Exit status 1; the message says where and what to do."""
+    """The run itself failed (a non-finite loss, a full disk). Exit status 1; the message names place and cure."""
 
 
 def diverged(what: str, step: int, folder: Path) -> RunError:
-    """Return the error of a run in `folder` that learned a number that is not finite: `what` describes the number."""
+    """Return the error of a run in `folder` that computed a non-finite number at `step`; `what` describes it."""
     return RunError(
         f"{what} at step {step:,}: try a smaller learning rate or reward scale; "
         f"the last checkpoint before it, if there was one, is in {folder}"
@@ -28,13 +28,13 @@ def diverged(what: str, step: int, folder: Path) -> RunError:
 
 
 def require_finite_actions(actions: NDArray[Any]) -> None:
-    """Raise RunError if `actions` are not finite. A simulator would accept them, or write files of its own."""
+    """Raise RunError if `actions` are not finite. A simulator would accept them, or write its own files."""
     if not np.isfinite(actions).all():
         raise RunError("the policy gives non-finite actions: try a smaller learning rate or reward scale")
 
 
 def require_finite(first: int, **parts: NDArray[Any]) -> None:
-    """Raises RunError where one of these parts of transitions, of which the first is number `first`, is not finite."""
+    """Raise RunError if a part of these transitions is not finite. `first` is the number of the first transition."""
     bad = [name for name, part in parts.items() if not np.isfinite(part).all()]
     if bad:
         raise RunError(

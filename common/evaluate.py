@@ -1,4 +1,4 @@
-"""Episodes side by side, in environments and with seeds of their own."""
+"""Evaluation episodes, stepped together in environments and with seeds of their own."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from common.errors import RunError
 
 Act = Callable[[NDArray[Any]], NDArray[np.float32]]
-MAX_EPISODE_STEPS = 100_000  # steps of an episode: nobody would see that one never ends
+MAX_EPISODE_STEPS = 100_000  # an episode that never ends would stall the run without a message
 
 
 class Episode(NamedTuple):
-    """Return, length in steps, and whether any step succeeded (None: the environment has no success).
+    """Return, length in steps, and whether any step succeeded (None: the environment reports none).
 
     The return is the undiscounted sum of raw rewards, or the environment's own `info["return"]`.
     """
@@ -28,9 +28,9 @@ class Episode(NamedTuple):
 def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) -> list[Episode]:
     """Run one episode in each environment, all stepped together.
 
-    `act` maps obs [n, obs_dim] to actions [n, action_dim]. Every call resets with the same seeds, so evaluations differ
-    by the policy alone. They keep no state and change nothing in training. Raises RunError if an episode does not end,
-    or if a reward or `info["return"]` is not finite.
+    `act` maps obs [n, obs_dim] to actions [n, action_dim]. Every call resets with the same seeds, so only the
+    policy differs between evaluations. They keep no state and do not affect training. Raises RunError if an episode
+    does not end, or if a reward or `info["return"]` is not finite.
     """
     if not envs:
         return []
@@ -55,7 +55,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
                 successes[i] = bool(successes[i]) or bool(info["success"])
             going_on[k] = not (terminated or truncated)
         running = running[going_on]
-        if len(running) and lengths[running[0]] >= MAX_EPISODE_STEPS:  # all that run are as long
+        if len(running) and lengths[running[0]] >= MAX_EPISODE_STEPS:  # all running episodes have this length
             raise RunError(
                 f"an evaluation episode did not end in {MAX_EPISODE_STEPS:,} steps: "
                 "register the environment with max_episode_steps"

@@ -1,4 +1,4 @@
-"""Where numbers go: CSV and TensorBoard always, Weights & Biases when asked, a progress bar on a terminal."""
+"""Log metrics to CSV and TensorBoard, if asked to Weights & Biases, and show a progress bar on a terminal."""
 
 import csv
 import io
@@ -26,23 +26,26 @@ from common.evaluate import Episode
 from common.run_folder import COLUMNS, EVALUATIONS
 from common.run_folder import METRICS as METRICS_FILE
 
-METRICS = ("step", "name", "value")  # one row a number: a metric that first appears late needs no new column
+METRICS = ("step", "name", "value")  # one row per number: a metric that first appears late needs no new column
 
 
 class Logger:
     """The logs of one run: `metrics.csv`, `evaluations.csv` and a TensorBoard event file in its folder.
 
-    All three are append-only, so that `state()` is their sizes and resuming cuts them back to a checkpoint's.
+    All three are append-only. `state()` holds their sizes, and resuming cuts them back to those in the checkpoint.
     """
 
     def __init__(
         self, folder: Path, span: tuple[int, int], state: dict[str, Any] | None, wandb_run: Any = None
     ) -> None:
-        """`span`: the first step and the last. `state` is what `state()` gave at the checkpoint that the run goes on
-        from, None for a new run.
+        """Open the logs of a run whose first and last step are `span`.
+
+        `state` is what `state()` returned at the checkpoint from which the run resumes, or None for a new run.
         """
         self.folder, self.first_step, self.wandb_run = folder, span[0], wandb_run
-        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None  # of returns, where one is known
+        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = (
+            None  # normalises returns, if that is known
+        )
         sizes = state["sizes"] if state else {}
         self._metrics = _AppendedFile(folder / METRICS_FILE, sizes)
         self._evaluations = _AppendedFile(folder / EVALUATIONS, sizes)
@@ -59,7 +62,7 @@ class Logger:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the sizes of the files and the step; every row so far is on disk then."""
+        """Write every row so far to the disk, and return the sizes of the files and the step."""
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
         return {"sizes": sizes, "step": self.step}
 
@@ -69,9 +72,9 @@ class Logger:
         self._bar.update(steps)
 
     def log(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Write the means of metrics, and the speed since the last call, at the present step.
+        """Write the means of metrics, and the speed since the last call, at the current step.
 
-        The one place where metrics leave the device. Raises RunError where one is not finite.
+        Metrics leave the device only here. Raises RunError if one is not finite.
         """
         values = {name: float(v.mean() if isinstance(v, Tensor) else v) for name, v in metrics.items()}
         for name, value in values.items():
@@ -85,7 +88,7 @@ class Logger:
         self._write(values)
 
     def log_evaluation(self, episodes: list[Episode]) -> None:
-        """Write one row an episode to `evaluations.csv`, and their means everywhere else."""
+        """Write one row per episode to `evaluations.csv`, and the episodes' means everywhere else."""
         if not episodes:
             return
         returns = np.array([episode.return_ for episode in episodes])
@@ -109,7 +112,7 @@ class Logger:
         self.say(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
 
     def say(self, message: str) -> None:
-        """One line for the user, above the progress bar."""
+        """Print one line for the user, above the progress bar."""
         tqdm.write(message, file=sys.stderr)
 
     def close(self) -> None:
@@ -126,7 +129,7 @@ class Logger:
         self._event_writer.write(event.SerializeToString())
         self._events.file.flush()
         if self.wandb_run is not None:
-            self.wandb_run.log(values, step=self.step - self.first_step)  # it knows no negative steps
+            self.wandb_run.log(values, step=self.step - self.first_step)  # W&B accepts no negative steps
 
     @staticmethod
     def _write_rows(log: "_AppendedFile", rows: list[tuple[Any, ...]]) -> None:
@@ -137,7 +140,7 @@ class Logger:
 
 
 class _AppendedFile:
-    """A file that grows at its end, cut back to the size that it had at the checkpoint, or to nothing."""
+    """An append-only file, which is first cut back to its size at the checkpoint, or to nothing."""
 
     def __init__(self, path: Path, sizes: dict[str, int]) -> None:
         self.path = path
@@ -149,14 +152,14 @@ class _AppendedFile:
         self.file.seek(size)
 
     def sync(self) -> int:
-        """Size in bytes, all of them on disk."""
+        """Write everything to the disk, and return the size in bytes."""
         self.file.flush()
         os.fsync(self.file.fileno())
         return self.file.tell()
 
 
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
-    """A Weights & Biases run that goes on under the same name after a resume."""
+    """Start a Weights & Biases run, or resume the one of this name, host and folder, and return it."""
     import wandb
 
     identity = f"{name}-{socket.gethostname()}-{zlib.crc32(str(folder.resolve()).encode()):08x}"

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and words for the case that it gets none."""
+"""Measure the memory that this process may still take, and explain an allocation that fails."""
 
 import contextlib
 import functools
@@ -17,18 +17,18 @@ from common.errors import RunError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ROOT = Path("/")  # a test sets another, with files of its own
+ROOT = Path("/")  # tests set another, with their own files
 
 
 class _Group(NamedTuple):
-    """The files of a control group's memory: its limits, its use, and in memory.stat the pages that can be dropped."""
+    """Names in a memory control group: the files of its limits and use, and droppable pages in memory.stat."""
 
     limits: tuple[str, ...]
     used: str
     cache: tuple[str, ...]
 
 
-# By the type of the file system.
+# The keys are types of file system.
 _GROUPS = {
     "cgroup2": _Group(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
     "cgroup": _Group(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -36,8 +36,10 @@ _GROUPS = {
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still take: of a card what is free, within this process's share of it;
-    else the least of what the machine, every control group around the process and its address space have left.
+    """Return the bytes that this process may still take on `device`.
+
+    On a GPU, they are the free bytes within this process's share of the card. On the CPU, they are the least of what
+    the machine, every control group around the process and its address space have left.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -54,11 +56,11 @@ def free_address_space() -> int:
 
 
 def _free_in_groups() -> Iterator[int]:
-    """What each control group that this process is in, and that is visible, has left of its limit."""
+    """Yield the bytes that each visible control group of this process has left below its limit."""
     yield 2**63 - 1
     for kind, folder in _groups():
         group = _GROUPS[kind]
-        with contextlib.suppress(OSError, ValueError):  # such a group has no limit
+        with contextlib.suppress(OSError, ValueError):  # the group has no limit
             limits = [(folder / name).read_text().strip() for name in group.limits if (folder / name).exists()]
             limit = min(int(text) for text in limits if text != "max")
             used = int((folder / group.used).read_text())
@@ -74,11 +76,11 @@ def _droppable(stat: Path, names: tuple[str, ...]) -> int:
 
 
 def _groups() -> Iterator[tuple[str, Path]]:
-    """The type and the folder of this process's control groups, from the innermost to the outermost that is mounted."""
+    """Yield type and folder of this process's control groups, from the innermost to the outermost that is mounted."""
     try:
         groups = [line.split(":", 2) for line in (ROOT / "proc/self/cgroup").read_text().splitlines()]
         mounts = (ROOT / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:  # no such kernel
+    except OSError:  # this kernel has no control groups
         return
     own = {"cgroup2" if number == "0" else "cgroup": path for number, names, path in groups
            if number == "0" or "memory" in names.split(",")}  # fmt: skip
@@ -87,7 +89,7 @@ def _groups() -> Iterator[tuple[str, Path]]:
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
         path, shown, point = PurePosixPath(own[kind]), mount[3], ROOT / mount[4].lstrip("/")
-        # A container sees a part of the tree; a path that is not in that part belongs to the part's root.
+        # A container sees a part of the tree. A path outside of that part belongs to the part's root.
         inside = path.relative_to(shown) if path.is_relative_to(shown) and ".." not in path.parts else PurePosixPath()
         folder = point / inside
         while True:
@@ -98,7 +100,7 @@ def _groups() -> Iterator[tuple[str, Path]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that the machine, not a card, gave no memory."""
+    """Return whether `error` means that the machine, not a GPU, is out of memory."""
     words = r"allocate memory|allocation failed|not enough memory|bad_alloc"
     return not isinstance(error, torch.OutOfMemoryError) and (
         isinstance(error, MemoryError) or bool(re.search(words, str(error), re.IGNORECASE))
@@ -106,7 +108,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def report_out_of_memory(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function so that it raises RunError, in words, if an allocation in it fails."""
+    """Wrap a function so that it raises RunError with advice if the machine, not a GPU, is out of memory."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

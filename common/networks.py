@@ -1,4 +1,4 @@
-"""Building blocks that are not the idea of any one paper: MLP, ensemble, critics, tanh-Gaussian."""
+"""Building blocks that many papers share: MLP, ensemble, critics, tanh-Gaussian."""
 
 import contextlib
 import itertools
@@ -19,16 +19,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose weights hold nothing yet, so that no global generator is touched."""
+    """`torch.nn.Linear` with uninitialised weights, so that the global random generator is not used."""
 
     def reset_parameters(self) -> None: ...
 
 
 class EnsembleLinear(nn.Module):
-    """`ensemble` linear layers side by side, in one batched product.
+    """`ensemble` linear layers, computed in one batched product.
 
-    Shapes: weight [ensemble, outputs, inputs], bias [ensemble, outputs]; maps [ensemble, batch, inputs], or
-    [batch, inputs] shared by all members, to [ensemble, batch, outputs].
+    Shapes: weight [ensemble, outputs, inputs], bias [ensemble, outputs]. Inputs [ensemble, batch, inputs], or
+    [batch, inputs] shared by all members, are mapped to [ensemble, batch, outputs].
     """
 
     def __init__(self, ensemble: int, inputs: int, outputs: int) -> None:
@@ -47,9 +47,10 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation over the last dimension (Ba et al. 2016), of each member of an ensemble with its own scale.
+    """Layer normalisation over the last dimension (Ba et al. 2016). Ensemble members have their own scale and shift.
 
-    Shapes: weight and bias [width] or [ensemble, width]; maps [batch, width] or [ensemble, batch, width] to the same.
+    Shapes: weight and bias [width] or [ensemble, width]. The output has the shape of the input, [batch, width] or
+    [ensemble, batch, width].
     """
 
     def __init__(self, width: int, ensemble: int | None = None) -> None:
@@ -71,12 +72,12 @@ ACTIVATIONS: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Ta
 
 
 class MLP(nn.Sequential):
-    """Linear or ensemble linear layers, activations between; large ones on the CPU are computed by `common.onednn`."""
+    """Linear or ensemble linear layers with activations. `common.onednn` computes large products on the CPU."""
 
     def __init__(self, activation: Activation, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.activation: Activation = activation
-        # Walking the modules at every call would take longer. A layer norm belongs to the layer before it.
+        # A list, because walking the modules at every call takes longer. A layer norm belongs to the layer before it.
         self._layers: list[tuple[Tensor, ...]] = []
         for layer in layers:
             if isinstance(layer, LayerNorm):
@@ -89,7 +90,7 @@ class MLP(nn.Sequential):
         self._shares_output = self._layers[0][0].dim() == 3 and len(self._layers[0][0]) > len(self._layers[-1][0])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
+        """Map inputs [batch, inputs] to [batch, outputs], or [ensemble, batch, outputs]."""
         return self._through(self._each_members_layers(), inputs)
 
     def _each_members_layers(self) -> Layers:
@@ -99,13 +100,15 @@ class MLP(nn.Sequential):
         return [*hidden, tuple(part.expand(len(hidden[0][0]), *part.shape[1:]) for part in output)]
 
     def forward_members(self, index: int | Tensor, inputs: Tensor) -> Tensor:
-        """What one network of the ensemble alone gives, [batch, inputs] to [batch, outputs], or what those do whose
-        numbers `index` [n] holds, to [n, batch, outputs].
+        """Map inputs [batch, inputs] through some members of the ensemble.
+
+        An integer `index` selects one member and gives [batch, outputs]. A tensor [n] of numbers gives [n, batch,
+        outputs].
         """
         return self._through([tuple(part[index] for part in layer) for layer in self._each_members_layers()], inputs)
 
     def forward_with_dropout(self, inputs: Tensor, share: float, generator: torch.Generator) -> Tensor:
-        """As `forward`, with a share of the hidden units left out and the others scaled up (Srivastava et al. 2014)."""
+        """Compute `forward` with a share of hidden units dropped and the rest scaled up (Srivastava et al. 2014)."""
         if not share:
             return self.forward(inputs)
         for layer in self:
@@ -133,11 +136,10 @@ def mlp(
     layer_norm: bool = False,
     shared_output: bool = False,
 ) -> MLP:
-    """Network with `sizes` = [inputs, hidden..., outputs]; `ensemble` of them, stacked, where that is given; with
-    `layer_norm` each hidden layer is normalised before its activation; with `shared_output` the ensemble has one
-    output layer.
+    """Return a network with `sizes` = [inputs, hidden..., outputs], or a stack of `ensemble` of them.
 
-    Weights and biases start as PyTorch's own do, uniform within ±1 / √inputs, but from the generator given.
+    With `layer_norm`, each hidden layer is normalised before its activation. With `shared_output`, the ensemble has one
+    output layer. As in PyTorch, weights and biases are uniform within ±1 / √inputs, but drawn from `generator`.
     """
     layers: list[nn.Module] = []
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
@@ -154,8 +156,8 @@ def mlp(
 class Critic(nn.Module):
     """Q_i(s, a) of an ensemble of networks, or of those numbered `members`, an int or [members].
 
-    Shapes: obs [batch, obs_dim] and actions [batch, action_dim] to [critics, batch]; actions [k, batch, action_dim], k
-    for each observation, to [critics, k, batch].
+    Shapes: obs [batch, obs_dim] and actions [batch, action_dim] are mapped to [critics, batch]. With k actions for each
+    observation, [k, batch, action_dim], the values are [critics, k, batch].
     """
 
     def __init__(self, net: MLP) -> None:
@@ -176,7 +178,7 @@ def orthogonal(
 ) -> MLP:
     """Make the network's weights orthogonal and its biases zero, and return it.
 
-    The gain is √2, but `last_gain` in the last layer and `last_hidden_gain` in the last hidden layer.
+    The gain is √2, except `last_gain` in the last layer and `last_hidden_gain` in the last hidden layer.
     """
     layers = [layer for layer in network if isinstance(layer, nn.Linear | EnsembleLinear)]
     gains = [*[math.sqrt(2.0)] * (len(layers) - 2), last_hidden_gain, last_gain][-len(layers) :]
@@ -188,7 +190,10 @@ def orthogonal(
 
 
 def glorot(network: M, generator: torch.Generator) -> M:
-    """The network, its weights uniform within ±√(6 / (inputs + outputs)) (Glorot and Bengio 2010), its biases zero."""
+    """Initialise the network as Glorot and Bengio 2010 do, and return it.
+
+    Weights are uniform within ±√(6 / (inputs + outputs)), biases zero.
+    """
     for layer in network.modules():
         if isinstance(layer, nn.Linear | EnsembleLinear):
             bound = math.sqrt(6.0 / sum(layer.weight.shape[-2:]))
@@ -200,38 +205,39 @@ def glorot(network: M, generator: torch.Generator) -> M:
 class TanhGaussian:
     """The distribution of tanh(u), u ~ N(mean, exp(log_std)²), independent in each dimension.
 
-    Source: SAC (Haarnoja et al. 2018, arXiv 1812.05905), appendix C. Shapes: mean, log_std and actions
-    [..., action_dim]; log-probabilities [...].
+    Source: SAC (Haarnoja et al. 2018, arXiv 1812.05905), appendix C. Shapes: mean, log_std and actions are
+    [..., action_dim], log-probabilities [...].
     """
 
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean, self.log_std = mean, log_std
 
     def expand(self, count: int) -> "TanhGaussian":
-        """Return the same distributions `count` times, of shape [count, ..., action_dim], to draw that many actions."""
+        """Return the distributions repeated to [count, ..., action_dim], to draw `count` actions of each."""
         shape = (count, *self.mean.shape)
         return TanhGaussian(self.mean.expand(shape), self.log_std.expand(shape))
 
     @property
     def mode(self) -> Tensor:
-        """tanh(mean), the deterministic action (the median, to be exact)."""
+        """The deterministic action tanh(mean), which is, to be exact, the median."""
         return torch.tanh(self.mean)
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        """Actions alone, for acting."""
+        """Sample actions without their log-probabilities, for acting."""
         noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device)
         return torch.tanh(self.mean + self.log_std.exp() * noise)
 
     def rsample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Reparameterised actions and their log-probabilities."""
+        """Sample reparameterised actions, and return them with their log-probabilities."""
         noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device)
         u = self.mean + self.log_std.exp() * noise
         return torch.tanh(u), self._log_prob(u, noise)
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-probability of the actions given, not of a new sample.
+        """Return the log-probability of the given actions, not of a new sample.
 
-        Actions must lie within [-1, 1]; ±1, whose density is 0 or infinite, counts as the nearest float inside.
+        Actions must lie within [-1, 1]. The density at ±1 is 0 or infinite, so they are clipped to ±(1 - ε), ε the
+        machine precision of their type.
         """
         limit = 1.0 - torch.finfo(actions.dtype).eps
         u = torch.atanh(actions.clamp(-limit, limit))
@@ -245,7 +251,7 @@ class TanhGaussian:
 
 @contextlib.contextmanager
 def frozen(network: nn.Module) -> Iterator[None]:
-    """What `network` computes in here gives its inputs a gradient and its parameters none, which costs less."""
+    """Compute no gradient of `network`'s parameters within the block, only of its inputs, which costs less."""
     network.requires_grad_(False)
     try:
         yield

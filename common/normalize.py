@@ -1,4 +1,4 @@
-"""The normalisation of observations and rewards, by running statistics or by those of a dataset."""
+"""Normalisation of observations and rewards, by running statistics or by those of a dataset."""
 
 import numpy as np
 import torch
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class RunningNormalizer(nn.Module):
-    """Shifts and scales to mean 0 and variance 1 of all that `update` was shown, and clips.
+    """Normalises to mean 0 and variance 1 of all values that `update` got, and clips.
 
-    Its buffers are the statistics, so that a checkpoint of a network that holds it holds them too. Before the first
+    The statistics are buffers, so a checkpoint of a network that holds this module holds them too. Before the first
     update it only clips.
     """
 
@@ -25,17 +25,17 @@ class RunningNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(dim, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        # The mean and one over the standard deviation in float32: acting is too short to work them out at every step.
+        # Mean and inverse standard deviation in float32. Computing them at every step would slow down acting.
         self.register_buffer("shift", torch.zeros(dim))
         self.register_buffer("scale", torch.ones(dim))
 
     def forward(self, values: Tensor) -> Tensor:
-        """values [..., dim], float32."""
+        """Return `values` [..., dim], float32, normalised and clipped."""
         return ((values - self.shift) * self.scale).clamp(-self.clip, self.clip)
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
-        """Adds values [..., dim] to the statistics, by the parallel formula of Chan, Golub and LeVeque 1979."""
+        """Add `values` [..., dim] to the statistics, by the parallel formula of Chan, Golub and LeVeque 1979."""
         values = values.reshape(-1, len(self.mean)).double()
         count = self.count + len(values)
         delta = values.mean(0) - self.mean
@@ -49,9 +49,10 @@ class RunningNormalizer(nn.Module):
 
 
 class FixedNormalizer(nn.Module):
-    """Maps values to (values - mean) / (deviation + epsilon) by statistics that are set once; changes nothing before.
+    """Normalises to (values - mean) / (deviation + epsilon) by statistics that are set once.
 
-    Its buffers are the statistics, so that they travel in a checkpoint. It does not clip.
+    Until they are set, values stay unchanged. The statistics are buffers, so a checkpoint holds them. Nothing is
+    clipped.
     """
 
     mean: Tensor
@@ -64,11 +65,11 @@ class FixedNormalizer(nn.Module):
         self.register_buffer("scale", torch.ones(dim))
 
     def forward(self, values: Tensor) -> Tensor:
-        """values [..., dim]."""
+        """Return `values` [..., dim], normalised."""
         return (values - self.mean) / self.scale
 
     def set_statistics(self, mean: NDArray[np.float32], deviation: NDArray[np.float32]) -> None:
-        """Mean and standard deviation, [dim] each."""
+        """Set mean and standard deviation, [dim] each."""
         self.mean.copy_(torch.from_numpy(mean))
         self.scale.copy_(torch.from_numpy(deviation) + self.epsilon)
 
@@ -76,7 +77,7 @@ class FixedNormalizer(nn.Module):
 class RewardScaler(nn.Module):
     """Divides rewards by the running standard deviation of their discounted sum, and clips.
 
-    Source: "The 37 Implementation Details of PPO" (Huang et al. 2022), continuous control, 8 and 9.
+    Source: "The 37 Implementation Details of PPO" (Huang et al. 2022), continuous control, details 8 and 9.
     """
 
     sums: Tensor
@@ -87,7 +88,7 @@ class RewardScaler(nn.Module):
         self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
 
     def forward(self, rewards: NDArray[np.float32], dones: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Adds a rollout's rewards [steps, num_envs] to the statistics and scales them; a sum ends with its episode."""
+        """Add a rollout's rewards [steps, num_envs] to the statistics and return them scaled; `dones` reset sums."""
         sums, seen = self.sums.cpu().numpy(), np.empty(rewards.shape)
         for t, reward in enumerate(rewards):
             seen[t] = self.gamma * sums + reward

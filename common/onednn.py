@@ -1,8 +1,8 @@
 """A network on the CPU, with oneDNN's matrix products and its whole backward pass in one node of autograd.
 
-PyTorch multiplies float32 matrices with MKL, which leaves AVX-512 unused on AMD processors; oneDNN, which comes with
-PyTorch and serves compiled inference, is twice as fast there. And one node of autograd where there were two for every
-layer spares what costs such small networks a tenth of their update.
+PyTorch multiplies float32 matrices with MKL, which leaves AVX-512 unused on AMD processors. oneDNN, which comes with
+PyTorch for compiled inference, is twice as fast there. One node of autograd instead of two for every layer saves a
+tenth of such a small network's update.
 """
 
 import ctypes
@@ -18,32 +18,32 @@ from torch.autograd.function import once_differentiable
 from common.layers import EPSILON, IN_PLACE, Activation, Layers
 
 AVAILABLE = torch.backends.mkldnn.is_available()
-MIN_ONEDNN_MULTIPLICATIONS = 2**20  # multiplications; with fewer, oneDNN's fixed 10 µs are more than it saves
+MIN_ONEDNN_MULTIPLICATIONS = 2**20  # with fewer, oneDNN's fixed 10 µs are more than it saves
 
-# Each looked up once: at every call that would take as long as a small product.
+# Each is looked up once, because a lookup at every call would take as long as a small product.
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default if AVAILABLE else None
 _RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.grad_input
 
 
 def keep_freed_memory() -> None:
-    """Large blocks that are freed stay with the process, where the C library is glibc.
+    """Keep large freed blocks in the process, if the C library is glibc.
 
-    Left alone, it returns megabytes to the kernel, and the next update pays for clean pages anew: with the 8 MB that
-    each layer of CQL's critics takes, a quarter to nearly half of the whole update.
+    By default glibc returns them to the kernel, and the next update pays for clean pages again. With the 8 MB of each
+    layer of CQL's critics, that takes a quarter to nearly half of the whole update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: smaller blocks come from the heap; no more is allowed
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest allowed: smaller blocks come from the heap
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: free bytes kept at the heap's end
 
 
 def network(activation: Activation, inputs: Tensor, layers: Layers) -> Tensor:
-    """Linear `layers` (weight, bias), with `activation` between each two, and before it a layer norm (scale, shift)
-    where a layer has one.
+    """Return the outputs of linear `layers` (weight, bias) with `activation` between each two.
 
-    Shapes: inputs [batch, inputs], weights [outputs, inputs], biases, scales and shifts [outputs] to [batch, outputs];
-    those of an ensemble have one more dimension in front, and so has what it returns. Differentiable once.
+    A layer with a layer norm (scale, shift) is normalised before its activation. Shapes: inputs [batch, inputs],
+    weights [outputs, inputs], and biases, scales and shifts [outputs] give [batch, outputs]. An ensemble's parameters
+    and outputs have one more dimension in front. The result can be differentiated once.
     """
     members = _members(layers)
     if not torch.is_grad_enabled():
@@ -59,7 +59,7 @@ def _is_ensemble(weight: Tensor) -> bool:
 
 
 def _members(layers: Layers) -> list[Layers]:
-    """The layers of each member of an ensemble, or of the one network."""
+    """Return the layers of each member of an ensemble, or of the one network."""
     if not _is_ensemble(layers[0][0]):
         return [layers]
     with torch.no_grad():
@@ -67,8 +67,9 @@ def _members(layers: Layers) -> list[Layers]:
 
 
 def _forward(activation: Activation, inputs: Tensor, members: list[Layers], hidden: list[Tensor]) -> list[Tensor]:
-    """Each member's outputs; the activations of the hidden layers, member by member, go into `hidden`, and behind each
-    what its layer norm was given, and the mean and inverse deviation of that.
+    """Return each member's outputs, and append its hidden layers' activations to `hidden`, member by member.
+
+    If a layer has a layer norm, the norm's input follows, then the mean and inverse standard deviation of that input.
     """
     outputs = []
     for layers in members:
@@ -91,10 +92,10 @@ def _forward(activation: Activation, inputs: Tensor, members: list[Layers], hidd
 class _Network(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Activation, members: list[Layers], inputs: Tensor, *parameters: Tensor) -> Tensor:
-        inputs = inputs.contiguous()  # other strides send oneDNN to kernels that are many times slower
+        inputs = inputs.contiguous()  # with other strides, oneDNN chooses kernels that are many times slower
         hidden: list[Tensor] = []
         outputs = _forward(activation, inputs, members, hidden)
-        ctx.save_for_backward(inputs, *hidden, *parameters)  # the parameters, so that a change of theirs is noticed
+        ctx.save_for_backward(inputs, *hidden, *parameters)  # parameters too, so that autograd notices a change
         ctx.activation, ctx.members, ctx.ensemble = activation, members, _is_ensemble(parameters[0])
         return torch.stack(outputs) if ctx.ensemble else outputs[0]
 
@@ -143,8 +144,10 @@ class _Network(torch.autograd.Function):
 
 
 def _rows_with_a_gradient(delta: Tensor) -> Tensor | None:
-    """Numbers of the rows of `delta` [batch, outputs] that are not zero, where most are: the smallest of many critics
-    gives a gradient to one of them. A few zero rows join them, as oneDNN compiles a kernel for each number of rows.
+    """Return the numbers of the non-zero rows of `delta` [batch, outputs], or None if they are more than half.
+
+    If the loss uses the smallest of many critics, each row of the batch gives a gradient to one critic only. Zero rows
+    fill the count up to a multiple of 32, because oneDNN compiles a kernel for each number of rows.
     """
     moves = (delta != 0).any(1)
     count = int(moves.sum())
@@ -158,7 +161,7 @@ def linear(
     bias: Tensor | None = None,
     activation: Activation | Literal["swish"] | None = None,
 ) -> Tensor:
-    """activation(inputs [..., k] times the transpose of weight [n, k], plus bias [n]), outside of autograd."""
+    """Return activation(inputs [..., k] times the transpose of weight [n, k], plus bias [n]), outside of autograd."""
     if (
         _PRODUCT is not None
         and inputs.dtype == torch.float32
@@ -171,7 +174,7 @@ def linear(
 
 
 def _weight_gradient(delta: Tensor, inputs: Tensor) -> Tensor:
-    """deltaᵀ inputs; oneDNN copies its first operand when that is transposed: let it be the smaller one."""
+    """Return deltaᵀ inputs. oneDNN copies its first operand if that is transposed, so the smaller one comes first."""
     if inputs.shape[1] < delta.shape[1]:
         return linear(inputs.t(), delta.t()).t()
     return linear(delta.t(), inputs.t())

@@ -1,4 +1,4 @@
-"""How parameters move: Adam down a gradient, and a target network towards the online one (SoftUpdate)."""
+"""How parameters move: `Adam` steps down a gradient, `SoftUpdate` moves a target network to the online one."""
 
 import inspect
 from collections.abc import Iterable
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 for _name in ("add_param_group", "state_dict", "load_state_dict"):
-    # At their first call these import the compiler, so that it leaves them out: a second of every program's start.
+    # At their first call these would import the compiler to exempt themselves: a second of every program's start.
     _method = inspect.unwrap(vars(torch.optim.Optimizer)[_name])
     _method.__dynamo_disable = _method
 
 
 class Adam(torch.optim.Adam):
-    """`torch.optim.Adam` with one step that is all of backward and update, and costs no more than its kernels.
+    """`torch.optim.Adam` with backward pass and update in one method, which costs no more than its kernels.
 
-    Its own `zero_grad`, `backward` and `step` spend a tenth of a SAC update on the CPU on bookkeeping; the numbers are
-    the same bit for bit, and so is the form of its state.
+    PyTorch's `zero_grad`, `backward` and `step` spend a tenth of a SAC update on the CPU on bookkeeping. The numbers
+    here are bit-identical, and the state has the same form.
     """
 
     gradient_norm: Tensor
@@ -25,7 +25,7 @@ class Adam(torch.optim.Adam):
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
-        """`weight_decay`: AdamW's (Loshchilov and Hutter 2019, arXiv 1711.05101), times the learning rate."""
+        """Set up the state. `weight_decay` is AdamW's (Loshchilov and Hutter 2019, arXiv 1711.05101), times `lr`."""
         super().__init__(parameters, lr, eps=eps, weight_decay=weight_decay, fused=True, decoupled_weight_decay=True)
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
@@ -33,18 +33,18 @@ class Adam(torch.optim.Adam):
         self._take_state()
 
     def _take_state(self) -> None:
-        """One step count for all parameters, and lists of the state's tensors for the fused kernel."""
+        """Share one step count among all parameters, and list the state's tensors for the fused kernel."""
         states = [self.state[parameter] for parameter in self.param_groups[0]["params"]]
         self.step_count = states[0]["step"]
         for state in states:
             state["step"] = self.step_count
         self._means, self._squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        # A tensor, so that a CUDA graph reads it at each step, and a scheduler writes to it in place. In the kernels'
-        # own precision.
+        # The rate is a tensor in the kernels' precision. A CUDA graph reads it at each step, and a scheduler writes to
+        # it in place.
         precision = torch.float64 if self.step_count.device.type == "cpu" else torch.float32
         group = self.param_groups[0]
         group["lr"] = torch.as_tensor(group["lr"], dtype=precision, device=self.step_count.device)
-        self._opt_called = True  # schedulers warn of an optimiser whose `step` was never called
+        self._opt_called = True  # otherwise schedulers warn that `step` was never called
 
     @property
     def lr(self) -> float:
@@ -63,9 +63,9 @@ class Adam(torch.optim.Adam):
     def minimize(self, loss: Tensor, max_gradient_norm: float | None = None) -> None:
         """Take one step down the gradient of `loss`, in this optimiser's parameters and in no others.
 
-        A network that the loss passes through (the critic in the actor's loss) gets no gradient and costs none.
-        A gradient, that of all parameters together, longer than `max_gradient_norm` is scaled down to it; its length
-        before that is `gradient_norm`.
+        No gradient is computed for another network that the loss passes through (the critic in the actor's loss). With
+        `max_gradient_norm`, the gradient of all parameters together is scaled down to that norm if it is longer.
+        `gradient_norm` is then its norm before scaling.
         """
         group = self.param_groups[0]
         parameters, (beta1, beta2) = group["params"], group["betas"]
@@ -85,7 +85,7 @@ class Adam(torch.optim.Adam):
 
 
 class SoftUpdate:
-    """At each call: target ← (1 - tau) target + tau online, in one fused operation."""
+    """The soft update target ← (1 - tau) target + tau online, in one fused operation at each call."""
 
     def __init__(self, target: nn.Module, online: nn.Module, tau: float) -> None:
         self.target: list[Tensor] = list(target.parameters())

@@ -1,4 +1,4 @@
-"""What made a result: versions, commit and hardware."""
+"""What produced a result: versions, commit and hardware."""
 
 import contextlib
 import importlib.metadata
@@ -16,7 +16,7 @@ import torch
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("onramp", "torch", "gymnasium", "mujoco", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # onramp may not be installed, nor mujoco
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # onramp and mujoco may not be installed
             found[name] = importlib.metadata.version(name)
     return found
 
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
-    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it must not write into the repository
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # git must not write into the repository
     described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"
 

@@ -1,4 +1,4 @@
-"""Transitions in a ring of packed float32 rows, on any device, saved by appending what is new."""
+"""A replay buffer of packed float32 rows on any device. A save appends only what is new."""
 
 import contextlib
 import os
@@ -20,8 +20,9 @@ from common.memory import free_memory
 class Batch(NamedTuple):
     """Transitions: obs and next_obs [batch, obs_dim], actions [batch, action_dim], rewards and terminations [batch].
 
-    All float32. terminations is 1 where the MDP ended at next_obs; a truncated episode has 0, so that it bootstraps.
-    returns_to_go [batch], where the buffer holds them, is the discounted sum of rewards to the episode's end (Cal-QL).
+    All are float32. terminations is 1 if the MDP ended at next_obs. It is 0 for a truncated episode, so that its target
+    bootstraps. returns_to_go [batch] is the discounted sum of rewards to the episode's end (Cal-QL), or None if the
+    buffer has none.
     """
 
     obs: Tensor
@@ -32,17 +33,18 @@ class Batch(NamedTuple):
     returns_to_go: Tensor | None = None
 
     def slices(self, size: int) -> Iterator["Batch"]:
-        """Its transitions in order, `size` at a time."""
+        """Yield the transitions in order, `size` at a time."""
         for first in range(0, len(self.rewards), size):
             yield Batch._make(None if part is None else part[first : first + size] for part in self)
 
 
 def pack(widths: Sequence[int], first: int, *transitions: ArrayLike) -> NDArray[np.float32]:
-    """Rows [n, sum(widths)] of n transitions, arrays of [n, dim] or [n] in a batch's order, from number `first` on.
+    """Return rows [n, sum(widths)] of n transitions, given as arrays [n, dim] or [n] in a batch's order.
 
-    Raises InputError where shapes do not fit, RunError where a number is not finite.
+    `first` is the number of the first transition. Raises InputError if shapes do not fit, RunError if a number is not
+    finite.
     """
-    with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+    with np.errstate(over="ignore"):  # an overflow becomes infinite, which is refused below
         parts = [np.asarray(part, np.float32) for part in transitions]
     n = len(parts[0])
     names = Batch._fields[: len(widths)]
@@ -56,14 +58,15 @@ def pack(widths: Sequence[int], first: int, *transitions: ArrayLike) -> NDArray[
 
 
 class ReplayBuffer(Part):
-    """Ring of `capacity` transitions; when full, the oldest go first.
+    """Ring of `capacity` transitions. When it is full, the oldest are overwritten.
 
-    A row is obs | action | reward | next_obs | termination, so that a batch is one gather. next_obs is stored, not
-    looked up in the next row: the lookup is wrong at time limits, with several environments, and where the ring is
-    overwritten. Bytes: 4 · capacity · (2 obs_dim + action_dim + 2), 168 MB for a million of HalfCheetah's.
+    A row is obs | action | reward | next_obs | termination, so that a batch is one gather. `returns_to_go` adds a
+    column. next_obs is stored because a lookup in the next row fails in three cases: at time limits, with several
+    environments, and at overwritten rows. Bytes: 4 · capacity · (2 obs_dim + action_dim + 2), 168 MB for a million
+    transitions of HalfCheetah.
 
-    Given a `file` of such rows, it maps them instead of loading them: what is read comes from the disk and may go from
-    memory again; what is added stays in memory and never reaches the file.
+    A `file` of such rows is mapped, not loaded. Rows that are read come from the disk and may leave memory again. Rows
+    that are added stay in memory and are never written to the file.
     """
 
     segment_rows = 100_000  # rows in one file of a checkpoint
@@ -77,7 +80,7 @@ class ReplayBuffer(Part):
         file: Path | None = None,
         returns_to_go: bool = False,
     ) -> None:
-        """Raises InputError where the device's free memory does not hold it, or a `file` cannot be mapped there."""
+        """Allocate the rows or map `file`. Raises InputError if memory is too small or `device` cannot map files."""
         self.capacity, self.obs_dim, self.action_dim = capacity, obs_dim, action_dim
         self.device = torch.device(device)
         self.widths: tuple[int, ...] = (obs_dim, action_dim, 1, obs_dim, 1) + (1,) * returns_to_go
@@ -93,9 +96,9 @@ class ReplayBuffer(Part):
                     f"(at most {int(free / self.num_bytes * capacity):,}), or where it is a dataset's --device cpu"
                 )
             self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
-        self.size = torch.zeros((), dtype=torch.int64, device=self.device)  # len(self), for what runs on the device
+        self.size = torch.zeros((), dtype=torch.int64, device=self.device)  # len(self), for code on the device
         self.added = 0
-        self._saved = 0  # of these, how many the checkpoint holds
+        self._saved = 0  # how many of them the checkpoint holds
         self._segments: list[_Segment] = []
 
     @property
@@ -104,7 +107,7 @@ class ReplayBuffer(Part):
 
     @property
     def added(self) -> int:
-        """Transitions ever added: the next goes to row added % capacity."""
+        """The number of transitions ever added. The next one goes to row added % capacity."""
         return self._added
 
     @added.setter
@@ -127,27 +130,27 @@ class ReplayBuffer(Part):
         terminations: ArrayLike,
         *returns_to_go: ArrayLike,
     ) -> None:
-        """Adds n transitions, one from each environment, in order: arrays of [n, dim] or [n].
+        """Add n transitions in order, one from each environment, as arrays [n, dim] or [n].
 
-        Raises InputError where shapes do not fit, RunError where a number is not finite.
+        Raises InputError if shapes do not fit, RunError if a number is not finite.
         """
         rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations, *returns_to_go)
         self._put(self.added, torch.from_numpy(rows))
         self.added += len(rows)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """`batch_size` transitions, uniform with replacement; `generator` is on the buffer's device."""
+        """Sample `batch_size` transitions, uniformly with replacement. `generator` is on the buffer's device."""
         return self.at(uniform(self.size, batch_size, generator))
 
     def at(self, where: Tensor) -> Batch:
-        """The transitions in the rows `where` [batch], an integer tensor on the buffer's device."""
+        """Return the transitions in the rows `where` [batch], an integer tensor on the buffer's device."""
         obs, actions, rewards, next_obs, *rest = self.rows.index_select(0, where).split(self.widths, dim=1)
         return Batch(obs, actions, rewards.squeeze(1), next_obs, *(part.squeeze(1) for part in rest))
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Appends to the files in `folder` what was added since the last save; returns the state that `load` takes.
+        """Append what was added since the last save to the files in `folder`, and return the state for `load`.
 
-        Nothing that an earlier state needs is overwritten, so a kill at any instant leaves that state loadable.
+        Nothing that an earlier state needs is overwritten, so a kill at any point leaves that state loadable.
         """
         folder.mkdir(parents=True, exist_ok=True)
         row_bytes = 4 * sum(self.widths)
@@ -160,7 +163,7 @@ class ReplayBuffer(Part):
             rows = self.rows[self._ring(first, last)].cpu().numpy().tobytes()
             path = folder / segment.name
             with path.open("r+b" if path.exists() else "w+b") as file:
-                file.seek(segment.rows * row_bytes)  # over what a killed save may have left there
+                file.seek(segment.rows * row_bytes)  # overwrite what a killed save may have left there
                 file.write(rows)
                 file.flush()
                 os.fsync(file.fileno())
@@ -172,14 +175,14 @@ class ReplayBuffer(Part):
         return {"added": self.added, "widths": list(self.widths), "segments": [list(s) for s in self._segments]}
 
     def drop_old(self, folder: Path) -> None:
-        """Deletes the files that only states before the last save need; call it when that save's state is safe."""
+        """Delete the files that only states before the last save need. Call it once that save's state is on disk."""
         live = {segment.name for segment in self._segments}
         for path in folder.glob("*.rows"):
             if path.name not in live:
                 path.unlink()
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Restores what `save` returned `state` for. Raises InputError where the files are missing or damaged."""
+        """Restore the rows of `state`. Raises InputError if files are missing or damaged, or have other widths."""
         if tuple(state["widths"]) != self.widths:
             raise InputError(f"{folder} holds rows of {state['widths']}, this environment gives {list(self.widths)}")
         row_bytes = 4 * sum(self.widths)
@@ -200,12 +203,12 @@ class ReplayBuffer(Part):
         if self.device.type != "cpu":
             raise InputError(f"{file} is mapped from the disk, which {self.device} cannot do: give --device cpu")
         if file.stat().st_size < self.num_bytes:
-            os.truncate(file, self.num_bytes)  # room for what is added, which takes no space on the disk
+            os.truncate(file, self.num_bytes)  # room for added rows, which takes no space on the disk
         width = sum(self.widths)
         return torch.from_file(str(file), shared=False, size=self.capacity * width).view(self.capacity, width)
 
     def _put(self, first: int, rows: Tensor) -> None:
-        """Rows of the transitions from number `first` on, of which no more than `capacity` stay."""
+        """Write the rows of the transitions from number `first` on. Only the last `capacity` of them stay."""
         gone = max(0, len(rows) - self.capacity)
         first, rows = (first + gone) % self.capacity, rows[gone:]
         until_end = self.capacity - first
@@ -233,8 +236,8 @@ class _Segment(NamedTuple):
 
 
 def uniform(size: Tensor | int, count: int, generator: torch.Generator) -> Tensor:
-    """[count] integers below `size`, which a CUDA graph reads anew each time where it is a tensor."""
-    # The remainder of so wide a range prefers no number by more than size / 2^62.
+    """Sample integers [count] below `size`. A CUDA graph reads `size` at each replay if it is a tensor."""
+    # With so wide a range, the remainder favours no number by more than size / 2^62.
     return torch.randint(2**62, (count,), generator=generator, device=generator.device) % size
 
 

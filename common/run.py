@@ -38,13 +38,13 @@ MAY_DIFFER = ("run_dir", "track", "checkpoint_every")  # arguments that do not c
 
 
 def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
-    """<algorithm>__<task>__<seed>, of characters that every file system takes, and where the run is or will be."""
+    """Return <algorithm>__<task>__<seed>, in characters that every file system takes, and the run's folder."""
     name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
     return name, args.run_dir or Path("runs") / name
 
 
 class Result(NamedTuple):
-    """What a finished run gave: its folder, its last step, and the episodes of its last evaluation, if it had one."""
+    """The result of a finished run: its folder, its last step, and the episodes of its last evaluation, if any."""
 
     folder: Path
     step: int
@@ -52,13 +52,13 @@ class Result(NamedTuple):
 
 
 def eval_policy(agent: Agent) -> Act:
-    """Return the policy that is evaluated: deterministic, or the agent's own `eval_policy()`."""
+    """Return the policy for evaluation: the agent's own `eval_policy()` if it has one, else deterministic."""
     own: Callable[[], Act] | None = getattr(agent, "eval_policy", None)
     return own() if own else functools.partial(agent.act, deterministic=True)
 
 
 class FinishedRun(Finished):
-    """The run is complete. Its result is there already."""
+    """The run is complete already, with this result."""
 
     def __init__(self, message: str, result: Result) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class FinishedRun(Finished):
 
 
 def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
-    """Return the result of a run that is finished already, instead of training it again."""
+    """Wrap `train` so that a run that is finished already returns its result."""
 
     @functools.wraps(train)
     def wrapped(args: A) -> Result:
@@ -80,7 +80,7 @@ def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
 
 
 class Environments(Protocol):
-    """What a run needs of its environments (`envs.rollout.Rollout`)."""
+    """The interface of a run's environments (`envs.rollout.Rollout`)."""
 
     exact: list[bool]
 
@@ -93,19 +93,20 @@ class Environments(Protocol):
 
 
 class Run:
-    """The folder of a run and what happens in it. Nothing is written before `resume`, so bad input leaves no trace."""
+    """A run and its folder. Nothing is written before `resume`, so bad input leaves no trace."""
 
     def __init__(self, algo: str, args: RunArgs) -> None:
         """Check the folder and the device.
 
-        Raises InputError if the folder belongs to other arguments, FinishedRun if the run is complete.
+        Raises InputError if the device or Weights & Biases is missing, or if the folder cannot be used or belongs to
+        other arguments. Raises FinishedRun if the run is complete.
         """
         self.args, self.algo = args, algo
         self.first_step, self.last_step = args.span
         self.timings = Timings()
         self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None  # normalises returns
-        # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower:
-        # of a run of 200 000 steps that may be half of all. Threads made later inherit it.
+        # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower.
+        # That may take half of a run of 200,000 steps. Threads made later inherit this setting.
         torch.set_flush_denormal(True)
         keep_freed_memory()
         self.name, self.folder = name_and_folder(algo, args)
@@ -113,8 +114,8 @@ class Run:
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
         self._signal = 0
-        self._handlers: dict[int, Any] = {}  # of signals, as they were before
-        self._grown: dict[str, Any] | None = None  # the config of a run that is to be longer than it was
+        self._handlers: dict[int, Any] = {}  # the signal handlers before this run
+        self._grown: dict[str, Any] | None = None  # the config of a run that is extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
         try:
@@ -127,7 +128,7 @@ class Run:
     def resume(self, agent: Agent, rollout: Environments, **parts: checkpoint.Part) -> None:
         """Restore everything from the last checkpoint, or make the folder, reset the environments and evaluate.
 
-        Every part of the run that has state is given once, here; `report` saves the same ones under the same names.
+        Give every part of the run that has state here. `report` saves the same parts under the same names.
         Raises InputError if the folder cannot be written, or if the checkpoint is damaged or has other parts.
         """
         self._agent, self._rollout, self._parts = agent, rollout, parts
@@ -150,11 +151,11 @@ class Run:
         return self.folder / "checkpoint" / "replay"
 
     def _open(self) -> dict[str, Any] | None:
-        """Make the folder or open it again; return the last checkpoint, if there is one."""
+        """Make or reopen the folder, and return the last checkpoint, if there is one."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
-            self._check_folder()  # again: another run may have begun and ended here meanwhile
+            self._check_folder()  # again: another run may have started and ended here in the meantime
         except OSError as error:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         saved = None  # read before anything is changed: it may be unreadable
@@ -176,9 +177,9 @@ class Run:
         self.logger.score = self.score
         self._previous_step = self.step
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):  # signals reach the main thread only
+            with contextlib.suppress(ValueError):  # only the main thread can handle signals
                 handler = signal.signal(number, self._on_signal)
-                failed = getattr(handler, "__self__", None)  # a run of this process that came to no end
+                failed = getattr(handler, "__self__", None)  # an earlier run of this process that failed
                 self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
         if saved is None:
             self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
@@ -196,21 +197,21 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Environment steps so far, or less than zero: gradient steps to go on the dataset alone."""
+        """Environment steps so far. A negative number counts the gradient steps left on the dataset alone."""
         return self.logger.step
 
     @property
     def _overlap_updates(self) -> bool:
-        """Whether updates wait until the next action is chosen."""
+        """Whether an update waits until the next action is chosen."""
         if not isinstance(self.args, OffPolicyArgs):
             return False
         return self.device.type == "cuda" if self.args.overlap is WITH_CUDA else self.args.overlap
 
     def steps(self, by: int | None = None) -> Iterator[int]:
-        """Yield each iteration's step: environment steps so far, or below 1 the gradient steps left on a dataset alone.
+        """Yield the `step` that each iteration reaches.
 
-        An iteration is a gradient step up to step 0, and after it `by` environment steps (default: one of each
-        environment), of which the last iteration takes only those that are left.
+        Up to step 0, an iteration is one gradient step on a dataset alone. After it, an iteration is `by` environment
+        steps, by default one of each environment. The last iteration takes only the steps that are left.
         """
         each = self.args.num_envs
         while self.step < self.last_step:
@@ -221,9 +222,10 @@ class Run:
             yield self.step
 
     def updater(self, function: Callable[..., Metrics], generator: torch.Generator) -> Updater:
-        """Return the update in the form in which it is launched. `generator` is the one that it draws from.
+        """Return the `Updater` of `function`, which draws from `generator`.
 
-        With `--overlap` it waits for the next action, but for the last step's, which no action follows.
+        With `--overlap`, an online update waits for the next action. Those of the last step run at once, because no
+        action follows.
         """
 
         def should_defer() -> bool:
@@ -232,9 +234,9 @@ class Run:
         return Updater(self.graphed(function, generator), should_defer, self.timings)
 
     def graphed(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
-        """The function, compiled where that is asked for, and as CUDA graphs where there is CUDA.
+        """Return the function, compiled with `--compile`, and as CUDA graphs with `--cuda-graph` on a GPU.
 
-        `common.cuda.GraphedFunction` says what it may do. `generator` is the one that it draws from.
+        `common.cuda.GraphedFunction` documents what it may do. It draws from `generator`.
         """
         if self.args.compile:
             function = compiled(function)
@@ -242,7 +244,7 @@ class Run:
 
     def policy(self, agent: Agent) -> Act:
         """Return the agent's `act`, for training. Raises InputError if a checkpoint cannot hold the agent."""
-        checkpoint.require_saveable(agent)  # here, not at the first checkpoint
+        checkpoint.require_saveable(agent)  # now, not at the first checkpoint
         act: Act = agent.act
         if self._captures:
             method: Callable[..., torch.Tensor] = act.__wrapped__  # type: ignore[attr-defined]
@@ -262,7 +264,7 @@ class Run:
         return self.device.type == "cuda" and self.args.cuda_graph
 
     def report(self, metrics: Metrics) -> None:
-        """Log, evaluate and save what is due at this step, and stop if a signal asked for it.
+        """Log, evaluate and write a checkpoint, if due at this step. After a signal, write one and exit.
 
         `metrics` are cleared once they are logged.
         """
@@ -280,14 +282,14 @@ class Run:
             raise SystemExit(128 + self._signal)
 
     def _due(self, every: int) -> bool:
-        """Whether this iteration reached a multiple of `every`, or the end."""
+        """Return whether this iteration reached a multiple of `every`, or the end."""
         return self.step // every > self._previous_step // every or self.step >= self.last_step
 
     def _evaluate(self) -> None:
         self.logger.log_evaluation(self._rollout.evaluate(eval_policy(self._agent)))
 
     def _save(self) -> None:
-        """Write a checkpoint beside the last one and rename it, its replay rows first.
+        """Write the replay rows, then the state to a second file, which replaces the last checkpoint by renaming.
 
         A kill at any point leaves the last checkpoint or this one.
         """
@@ -328,7 +330,7 @@ class Run:
         return Result(self.folder, self.last_step, read_last_evaluation(self.folder))
 
     def _close(self) -> None:
-        """Leave the process as it was."""
+        """Close everything, and leave the process as it was before the run."""
         self._rollout.close()
         self.logger.close()
         self._folder_lock.release(force=True)
@@ -346,12 +348,12 @@ class Run:
                 raise InputError(f"{self.folder} is not empty and not a run folder: give another --run-dir")
             return
         made_by = self._made_by()
-        # An argument that did not exist yet did what its default does.
+        # An argument that is newer than the run had the effect of its default.
         defaults = {field.name: field.default for field in dataclasses.fields(self.args)}
         defaults = json.loads(json.dumps(defaults, default=str))
         before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
         now = self.config["arguments"] | {"algorithm": self.config["algo"], "device": self.device.type}
-        if before["device"] == "auto":  # what that was
+        if before["device"] == "auto":  # the device that it meant there
             before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
         grown = {k: now[k] for k in self.args.extendable if 0 < before.get(k, 0) < now.get(k, 0)}
         done = is_finished(self.folder) and not grown
@@ -377,7 +379,7 @@ class Run:
             raise InputError(f"another process is running in {self.folder}: wait for it or stop it") from None
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._signal:  # asked twice: at once
+        if self._signal:  # at the second signal, at once
             raise SystemExit(128 + number)
         self._signal = number
         self.logger.say("stopping after this step and a checkpoint (again: at once)")

@@ -15,17 +15,17 @@ from common.errors import InputError
 from common.evaluate import Episode
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
-COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row an episode
+COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
 LOCK = ".lock"
 
 
 def state_path(folder: Path) -> Path:
-    """Return the path of the last checkpoint, without the replay rows."""
+    """Return the path of the last checkpoint's state. Its replay rows are in other files."""
     return folder / "checkpoint" / "state.pt"
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether there is a checkpoint. Raises InputError if this user may not look."""
+    """Return whether there is a checkpoint. Raises InputError if the path cannot be accessed."""
     return checkpoint.exists(state_path(folder))
 
 
@@ -37,7 +37,7 @@ def is_finished(folder: Path) -> bool:
 def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     """Return config.json: "algo", "arguments" by name, and the facts of the first start.
 
-    Raises InputError, which says `otherwise` after the path, if it is missing, damaged or not a run's.
+    Raises InputError if it is missing, damaged or not a run's. The message is the path, then `otherwise`.
     """
     path = folder / CONFIG
     try:
@@ -76,10 +76,10 @@ def read_last_evaluation(folder: Path) -> list[Episode]:
 
 
 def lock_of(folder: Path, timeout: float = 0) -> FileLock:
-    """Return the lock of a run folder, which waits up to `timeout` seconds and then raises filelock.Timeout.
+    """Return the lock of a run folder. Acquiring it raises filelock.Timeout after `timeout` seconds.
 
-    The system releases the lock of a process that was killed. Within a process there is one lock for each folder, so a
-    run that failed does not refuse the next one.
+    The system releases the lock of a killed process. A process has one lock for each folder, so a failed run does not
+    block the next one in the same process.
     """
     path = folder.resolve() / LOCK
     return FileLock(path, timeout, thread_local=False, is_singleton=True, fallback_to_soft=False)

@@ -1,4 +1,4 @@
-"""A seed and a random generator for every purpose, so that no two purposes share a stream of random numbers."""
+"""Seeds and random generators, so that no two purposes share a stream of random numbers."""
 
 import zlib
 from typing import TYPE_CHECKING
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def seeds(seed: int, purpose: str, n: int) -> list[int]:
-    """Return `n` seeds in [0, 2³²) for a purpose, such as "training" or "evaluation"; the same in every process.
+    """Return `n` seeds in [0, 2³²) for a purpose, such as "training" or "evaluation".
 
-    The first ones do not depend on `n`. Raises InputError on a negative seed.
+    They are the same in every process, and the first ones do not depend on `n`. Raises InputError on a negative seed.
     """
     if seed < 0:
         raise InputError(f"--seed is {seed}: give 0 or a larger whole number")
@@ -24,6 +24,6 @@ def seeds(seed: int, purpose: str, n: int) -> list[int]:
 
 def generator(seed: int, purpose: str, device: "torch.device | str" = "cpu") -> "torch.Generator":
     """Return PyTorch's generator on `device`, seeded for one purpose of a run with this seed."""
-    import torch  # here, because processes of environments need `seeds` alone and start a second earlier without it
+    import torch  # here, because environments' processes only need `seeds` and start a second earlier without torch
 
     return torch.Generator(device).manual_seed(seeds(seed, purpose, 1)[0])

@@ -8,7 +8,7 @@ from statistics import median
 
 
 class Timings:
-    """Times of named blocks since the last `take`."""
+    """Records the times of named blocks since the last `take`."""
 
     def __init__(self) -> None:
         self._milliseconds: dict[str, list[float]] = defaultdict(list)
@@ -21,7 +21,7 @@ class Timings:
         self._milliseconds[name].append(1e3 * (time.perf_counter() - start))
 
     def take(self) -> dict[str, float]:
-        """Return each block's median, which one stall does not move, as `time/<name>_ms`; forget the times."""
+        """Return the median of each block as `time/<name>_ms`, and forget the times. One stall moves no median."""
         medians = {f"time/{name}_ms": median(times) for name, times in self._milliseconds.items()}
         self._milliseconds.clear()
         return medians

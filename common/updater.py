@@ -1,4 +1,4 @@
-"""How an agent's update is launched: at once or while the environments step, eager, compiled or as a CUDA graph."""
+"""Launch an agent's updates, at once or while the environments step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +15,18 @@ Metrics = dict[str, Tensor]
 class Updater(Part):
     """Calls an update, now or at the next `flush`.
 
-    A deferred update runs after the next action is chosen (`--overlap`): a GPU then learns while the environments step.
-    A checkpoint holds the pending ones, so their number and order do not depend on where a run stops.
+    A deferred update runs after the next action is chosen (`--overlap`), so that a GPU learns while the environments
+    step. A checkpoint holds the pending updates, so their number and order do not depend on where a run stops.
     """
 
     def __init__(self, function: Callable[..., Metrics], should_defer: Callable[[], bool], timings: Timings) -> None:
         self._function, self._should_defer, self._timings = function, should_defer, timings
-        self.metrics: Metrics = {}  # the latest of each name, since they were logged
+        self.metrics: Metrics = {}  # the latest of each name since the last log
         self.count = 0  # calls so far, pending ones included
         self.pending: list[dict[str, Any]] = []
 
     def __call__(self, **constants: Any) -> None:
-        """Perform the update, or defer it. `constants` are arguments of the update, of which each set is one graph."""
+        """Perform the update with `constants`, or defer it. Each set of `constants` has its own CUDA graph."""
         self.count += 1
         self.pending.append(constants)
         if not self._should_defer():
