@@ -43,9 +43,8 @@ class Logger:
         `state` is what `state()` returned at the checkpoint from which the run resumes, or None for a new run.
         """
         self.folder, self.first_step, self.wandb_run = folder, span[0], wandb_run
-        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = (
-            None  # normalises returns, if that is known
-        )
+        # Normalises returns, if reference scores are known.
+        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
         sizes = state["sizes"] if state else {}
         self._metrics = _AppendedFile(folder / METRICS_FILE, sizes)
         self._evaluations = _AppendedFile(folder / EVALUATIONS, sizes)
