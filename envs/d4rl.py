@@ -1,7 +1,7 @@
 """The environments in which agents trained on D4RL's datasets are evaluated. Importing this module registers them.
 
-Their layout, start, goal, reward, end and horizon are D4RL's, their simulator today's: Gymnasium's MuJoCo v4 and
-Gymnasium-Robotics. What still differs, and by how much, is measured in docs/d4rl.md. Source of every figure here:
+Layouts, starts, goals, rewards, terminations and horizons are D4RL's. The simulators are today's: Gymnasium's MuJoCo v4
+and Gymnasium-Robotics. docs/d4rl.md lists and measures the remaining differences. All figures here are from
 Farama-Foundation/D4RL, version 1.1.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from envs.state import Env
 from envs.vector import Array
 
-# Row by row; # is a wall. D4RL's ant mazes have the walls of the point mazes.
+# The rows of each maze; # is a wall. D4RL's ant mazes have the walls of its point mazes.
 WALLS = {
     "open": "####### #.....# #.....# #.....# #######",
     "umaze": "##### #...# ###.# #...# #####",
@@ -37,8 +37,8 @@ GOAL_RADIUS = 0.5  # Gymnasium-Robotics has 0.45
 class Maze(gym.Wrapper[Array, Array, Any, Any]):
     """A maze of Gymnasium-Robotics in D4RL's coordinates. Observations: float64 [positions, velocities], no goal.
 
-    The maze is built with its rows upside down, as Gymnasium-Robotics counts them downwards and D4RL upwards; then
-    the two differ by `shift` alone, the place of Gymnasium-Robotics' origin in D4RL's coordinates.
+    The maze is built with its rows upside down, because Gymnasium-Robotics counts rows downwards and D4RL upwards. The
+    coordinates then differ only by `shift`, the position of Gymnasium-Robotics' origin in D4RL's.
     """
 
     simulator: Any  # the gymnasium.envs.mujoco.MujocoEnv inside
@@ -51,11 +51,11 @@ class Maze(gym.Wrapper[Array, Array, Any, Any]):
         self.observation_space = Box(-np.inf, np.inf, (model.nq + model.nv,), np.float64)
 
     def draw(self, random: np.random.Generator) -> tuple[Array, Array, Array]:
-        """An episode's goal, x and y [2], and the positions and velocities it begins with, in D4RL's coordinates."""
+        """Draw an episode's goal [x, y], initial positions and initial velocities, in D4RL's coordinates."""
         raise NotImplementedError
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        self.env.reset(seed=seed)  # no options: the start and the goal are the task's
+        self.env.reset(seed=seed)  # no options: the task sets start and goal
         maze: Any = self.unwrapped
         self.goal, positions, velocities = self.draw(maze.np_random)
         positions[:2] -= self.shift
@@ -79,13 +79,13 @@ class Maze(gym.Wrapper[Array, Array, Any, Any]):
 
 
 class PointMaze(Maze):
-    """maze2d: [x, y, their velocities]; the episode goes on at the goal."""
+    """maze2d. Observations are [x, y, their velocities]. The episode continues at the goal."""
 
     def __init__(self, maze: str, dense: bool, **kwargs: Any) -> None:
         from gymnasium_robotics.envs.maze.point_maze import PointMazeEnv
 
-        # D4RL's x is the row and y the column; the ball's joints are at zero 1.2 from the corner, the walls' middles
-        # at whole numbers: so the middle of a cell is 0.2 below its row and column, and the goal beside the middle.
+        # D4RL's x is the row, its y the column. The ball's joints are zero at 1.2 from the corner, and the walls'
+        # centres are at whole numbers. So a cell's centre is 0.2 below its row and column, and the goal is off centre.
         rows = WALLS[maze].split()
         columns = ["".join(column) for column in zip(*rows, strict=True)]
         env = PointMazeEnv(maze_map=_upside_down(columns), **kwargs)
@@ -104,23 +104,23 @@ class PointMaze(Maze):
 
 
 class AntMaze(Maze):
-    """antmaze: [x, y, the 27 numbers of Ant without contact forces]; the episode ends at the goal."""
+    """antmaze. Observations are [x, y, the 27 numbers of Ant without contact forces]. The episode ends at the goal."""
 
     def __init__(self, maze: str, **kwargs: Any) -> None:
         from gymnasium_robotics.envs.maze.ant_maze_v5 import AntMazeEnv
 
         rows = WALLS[maze].split()
         env = AntMazeEnv(maze_map=_upside_down(rows), include_cfrc_ext_in_observation=False, **kwargs)
-        # The middle of the cell in row 1, column 1 is D4RL's origin; a cell is 4 wide.
+        # D4RL's origin is the centre of the cell in row 1, column 1. A cell is 4 wide.
         super().__init__(env, env.ant_env, 4 * (np.array([len(rows[0]), len(rows)]) / 2 - 1.5))
         self._goal = 4.0 * (np.array(ANT_GOAL[maze][::-1]) - 1)
-        model = self.simulator.model  # of Gymnasium's ant.xml; in D4RL's:
+        model = self.simulator.model  # of Gymnasium's ant.xml, changed to D4RL's:
         model.opt.timestep = 0.02  # twice as long
         model.actuator_gear[:, 0] = 30  # a fifth of the torque
         model.geom_solimp[:, :3] = 0.8, 0.8, 0.01  # softer contacts
 
     def draw(self, random: np.random.Generator) -> tuple[Array, Array, Array]:
-        # Between 0 and 1.5 above the middle of the goal's cell in x and y, drawn twice as D4RL does.
+        # In x and in y, the goal is up to 1.5 above its cell's centre, as the sum of two draws, as in D4RL.
         goal = self._goal + random.uniform(0, 1, 2) + random.uniform(0, 0.5, 2)
         model = self.simulator.model
         positions = model.qpos0 + random.uniform(-0.1, 0.1, model.nq)
@@ -136,9 +136,9 @@ def _upside_down(rows: list[str]) -> list[list[int]]:
 
 
 class Adroit(gym.Wrapper[Array, Array, Any, Any]):
-    """An Adroit hand with D4RL's reward and end: Gymnasium-Robotics rewards distance to the object, and never ends.
+    """An Adroit hand with D4RL's reward and termination.
 
-    Its sign error is Gymnasium-Robotics pull request 220.
+    Gymnasium-Robotics rewards distance to the object, a sign error (its pull request 220), and never terminates.
     """
 
     def __init__(self, task: str, **kwargs: Any) -> None:
@@ -150,17 +150,17 @@ class Adroit(gym.Wrapper[Array, Array, Any, Any]):
         if self._task == "pen":
             dropped = bool(obs[26] < 0.075)  # the pen's height
             return obs, float(reward), dropped, False, info
-        # The palm's place relative to the object, which a hammer's observation does not hold as such.
+        # The palm's position relative to the object. A hammer's observation holds both positions instead.
         reach = {"door": obs[35:38], "hammer": obs[33:36] - obs[36:39], "relocate": obs[30:33]}[self._task]
-        # -0.1 of its length where Gymnasium-Robotics gave 0.1.
+        # D4RL adds -0.1 of its length, Gymnasium-Robotics 0.1.
         return obs, float(reward) - 0.2 * float(np.linalg.norm(reach)), False, False, info
 
 
 class AdroitBinary(gym.Wrapper[Array, Array, Any, Any]):
-    """An Adroit hand with reward 0 where its task is solved, else -1, after which it goes on, or which `ends` it.
+    """An Adroit hand with reward 0 at each step with its task solved, else -1. With `ends`, success ends the episode.
 
-    Source: the mj_envs forks of RLPD and EXPO (it goes on; what counts is the share of steps solved) and of Cal-QL and
-    WSRL (the wrapper ends the episode; what counts is whether it was solved at all).
+    Source: the authors' forks of mj_envs. RLPD's and EXPO's continues after success, and the score is the share of
+    steps solved. In Cal-QL's and WSRL's, the wrapper ends the episode, and the score is whether it was solved at all.
     """
 
     def __init__(self, task: str, ends: bool, **kwargs: Any) -> None:
@@ -174,8 +174,8 @@ class AdroitBinary(gym.Wrapper[Array, Array, Any, Any]):
 
 
 def solved(task: str, obs: Array) -> NDArray[np.bool_]:
-    """[n]: whether Adroit's pen, door or ball is where it should be, by obs [n, obs_dim] of the step's end."""
-    if task == "pen":  # near enough, and its direction within 18° of the one asked for
+    """Return whether the task (pen, door or relocate) is solved in obs [n, obs_dim], which end a step: bool [n]."""
+    if task == "pen":  # close enough, and its direction within 18° of the target's
         is_solved = (np.linalg.norm(obs[:, 39:42], axis=1) < 0.075) & ((obs[:, 33:36] * obs[:, 36:39]).sum(1) > 0.95)
     elif task == "relocate":
         is_solved = np.linalg.norm(obs[:, 36:39], axis=1) < 0.1  # from the ball to its target, in metres
@@ -198,11 +198,12 @@ def _hand(task: str, **kwargs: Any) -> Env:
 
 
 class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
-    """Franka kitchen: [robot's 9 joint positions, objects' 21, the goal's 30: zeros but for the tasks'], float64.
+    """Franka kitchen. Observations are float64 [robot's 9 joint positions, objects' 21, goal's 30].
 
-    Noise on the observed positions as in D4RL, where it is uniform and ten times (robot) Gymnasium-Robotics'. The
-    reward is the number of tasks completed so far, as in D4RL's files, so that it means the same behind the switch;
-    `info["return"]` is that number too, the return of D4RL's environment, which pays each task once.
+    The goal is zero except for the tasks' entries. Observed positions have D4RL's noise: it is uniform, and for the
+    robot ten times Gymnasium-Robotics'. The reward is the number of tasks completed so far. D4RL's files have the same
+    reward, so it means the same after the switch. `info["return"]` is that number too. It is the return of D4RL's
+    environment, which pays each task once.
     """
 
     OBJECT_NOISE = 0.1 * np.repeat([0.005, 0.0005, 0.005, 0.1, 0.005, 0.1, 0.005], [2, 6, 3, 3, 3, 3, 1])
@@ -210,7 +211,7 @@ class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
     def __init__(self, tasks: tuple[str, ...], **kwargs: Any) -> None:
         from gymnasium_robotics.envs.franka_kitchen import kitchen_env
 
-        noise = {"robot_noise_ratio": 0.1, "object_noise_ratio": 0.0}  # the latter is added here
+        noise = {"robot_noise_ratio": 0.1, "object_noise_ratio": 0.0}  # `_observe` adds the objects' noise
         super().__init__(kitchen_env.KitchenEnv(tasks_to_complete=list(tasks), **noise, **kwargs))
         self.observation_space = Box(-np.inf, np.inf, (60,), np.float64)
         self._goal_part = np.zeros(30)
@@ -228,13 +229,13 @@ class Kitchen(gym.Wrapper[Any, Array, Any, Any]):
 
     def _observe(self, obs: Any) -> Array:
         robot, objects = obs["observation"][:9], obs["observation"][18:39]
-        random = self.get_wrapper_attr("robot_env").np_random  # of the noise on the robot
+        random = self.get_wrapper_attr("robot_env").np_random  # the generator of the robot's noise
         objects = objects + self.OBJECT_NOISE * random.uniform(-1, 1, 21)
         return np.concatenate([robot, objects, self._goal_part])
 
 
 class PaddedAnt(gym.ObservationWrapper[Array, Array, Array]):
-    """Ant-v4 with the 84 contact forces of Ant-v2, which the MuJoCo of D4RL's time left at zero."""
+    """Ant-v4 with the 84 contact forces of Ant-v2, all zero, as the MuJoCo version of D4RL's time left them."""
 
     def __init__(self, **kwargs: Any) -> None:
         from gymnasium.envs.mujoco import ant_v4
@@ -248,7 +249,7 @@ class PaddedAnt(gym.ObservationWrapper[Array, Array, Array]):
 
 
 def _registered(name: str, adapter: type[Env], max_episode_steps: int, **kwargs: Any) -> str:
-    """Register and return `name`. Nothing is imported or made."""
+    """Register `name` and return it. No environment is imported or made."""
     gym.register(name, f"{__name__}:{adapter.__name__}", max_episode_steps=max_episode_steps, kwargs=kwargs)
     return name
 
@@ -286,9 +287,9 @@ def _all() -> dict[str, str]:
     return found
 
 
-ENVIRONMENTS = _all()  # by dataset, the name that is registered; `offline.environments` has the ids
+ENVIRONMENTS = _all()  # dataset to registered name; `offline.environments` has the ids
 BINARY_STEPS = {"pen": 100, "door": 200, "relocate": 200}  # the forks' horizons
-# By task and whether a solved one ends the episode, the name that is registered.
+# The registered name, by task and whether success ends the episode.
 BINARY = {
     (task, ends): _registered(
         f"adroit-binary/{task}{'-until-solved' * ends}-v0", AdroitBinary, steps, task=task, ends=ends

@@ -1,4 +1,4 @@
-"""An environment from an id, in the one form every algorithm here takes."""
+"""Make an environment from its id, in the one form that every algorithm here takes."""
 
 import contextlib
 import difflib
@@ -24,16 +24,17 @@ from common.seeding import seeds
 from envs.state import Env, ExactState
 from envs.vector import Array, AsyncEnvs, EnvPool
 
-# The families of Gymnasium-Robotics, to name the missing package rather than call their ids unknown.
+# The families of Gymnasium-Robotics. For their ids, an error names the missing package and not an unknown id.
 ROBOTICS = ("AntMaze", "PointMaze", "Adroit", "FrankaKitchen", "Fetch", "Hand")
-# What brings a package that an environment needs. Gymnasium's MuJoCo environments import imageio too, which MuJoCo
-# does not bring; those of Box2D pygame.
+# What to install if an environment's package is missing. Gymnasium's MuJoCo environments also import imageio, which
+# MuJoCo does not install. Those of Box2D also import pygame.
 PINS = {
     "mujoco": "mujoco==3.11.0 imageio",
     "gymnasium_robotics": "gymnasium-robotics==1.4.2",
     "Box2D": "'gymnasium[box2d]==1.4.0'",
 }
-# By version, what Gymnasium-Robotics prints at each import, whatever is made. Taken from it: `_print_notice` does.
+# Gymnasium-Robotics' notices by version. It would print them at each import, whatever is made. They are taken from it,
+# and `_print_notice` prints them.
 NOTICES = notifications.pop("gymnasium_robotics", {})
 
 
@@ -41,18 +42,18 @@ NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
 class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
-    """float32 observations, float32 actions in [-1, 1], and of `info` only `success`, a bool, at each step where known.
+    """An environment with float32 observations, float32 actions in [-1, 1], and few entries in `info`.
 
-    The other entries of `info` are dropped because a vector environment spends 1 µs a step to gather each, four
-    in HalfCheetah-v4 and nine in Ant-v4, and training does not read them. With `all_infos`, every number is kept.
-    `name`: the environment's id in messages.
+    At each step, `info` holds `success` and `return`, if they are known. Training reads no other entries. They are
+    dropped because a vector environment spends 1 µs a step to gather each: four in HalfCheetah-v4, nine in Ant-v4.
+    With `all_infos`, every number is kept. `name`: the environment's id in messages.
     """
 
     def __init__(self, env: Env, all_infos: bool = False, name: str = "") -> None:
         RecordConstructorArgs.__init__(self, all_infos=all_infos, name=name)
         gym.Wrapper.__init__(self, env)
         self._all_infos, self._name = all_infos, name or (env.spec and env.spec.id)
-        self._has_begun = False  # an episode
+        self._has_begun = False  # whether an episode has started
         self._dtype, self._shape = env.action_space.dtype, env.observation_space.shape
         self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
         self.observation_space = Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
@@ -99,31 +100,32 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         return shaped
 
     def _numbers(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries that are one number, as float or np.bool_, which a vector environment keeps apart.
+        """Return the entries that are one number, as float or np.bool_: a vector environment keeps these types apart.
 
-        "/" in a name becomes ".", because HDF5 would nest it. Names with "_" in front are a vector environment's own.
+        "/" in a name becomes ".", because HDF5 would nest it. Names that begin with "_" are left out, because they are
+        a vector environment's own.
         """
         numbers: dict[str, Any] = {}
         for name, value in info.items():
             if isinstance(name, str) and name[:1] != "_" and isinstance(value, NUMBERS):
-                with contextlib.suppress(OverflowError):  # an int that no float holds
+                with contextlib.suppress(OverflowError):  # an int too large for a float
                     is_bool = isinstance(value, bool | np.bool_)
                     numbers[name.replace("/", ".")] = np.bool_(value) if is_bool else float(value)
         return numbers
 
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
-        """What evaluations read: `success`, and `return` where that is not the sum of the rewards."""
+        """Return what evaluations read: `success`, and `return` if that is not the sum of the rewards."""
         told = {"return": float(info["return"])} if "return" in info else {}
         for key in ("success", "is_success"):  # mazes and Adroit; Fetch and Hand
             if key in info:
                 return told | {"success": bool(info[key])}
-        if "episode_task_completions" in info:  # Franka kitchen: all tasks
+        if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
             told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
         return told
 
 
 class InBounds(gym.ActionWrapper[Array, Array, Array], RecordConstructorArgs):
-    """Actions that rounding took out of the environment's box, as rescaling does, are put back to its bounds."""
+    """Clips actions to the environment's box, because rescaling can round them out of it."""
 
     def __init__(self, env: Env) -> None:
         RecordConstructorArgs.__init__(self)
@@ -135,15 +137,18 @@ class InBounds(gym.ActionWrapper[Array, Array, Array], RecordConstructorArgs):
 
 
 def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
-    """The environment `env_id` ("Name-v0", or "module:Name-v0" to import its module first), ready for an agent.
+    """Make the environment `env_id`, ready for an agent: "Name-v0", or "module:Name-v0" to import its module first.
 
-    Observations: float32 [obs_dim]; a dict's entries joined in its space's order, which is alphabetical (achieved_goal,
-    desired_goal, observation). Actions: float32 [action_dim] in [-1, 1], rescaled to the environment's own box.
-    `info["success"]`: bool, at each step, where the environment has the notion; `info["return"]`: float, the episode's
-    return so far, where that is not the sum of the rewards; with `all_infos` every other number too. `kwargs` go to the
-    environment's constructor. Its exact state can be saved and restored (`envs.state`).
+    - Observations: float32 [obs_dim]. A dict's entries are joined in its space's order, which is alphabetical
+      (achieved_goal, desired_goal, observation).
+    - Actions: float32 [action_dim] in [-1, 1], rescaled to the environment's own box.
+    - `info["success"]`: bool, at each step, if the environment has the notion.
+    - `info["return"]`: float, the episode's return so far, if that is not the sum of the rewards.
 
-    Raises InputError where the id is unknown, a package is missing, the environment does not start, or its actions or
+    With `all_infos`, `info` holds every other number too. `kwargs` go to the environment's constructor. The exact state
+    of the environment can be saved and restored (`envs.state`).
+
+    Raises InputError if the id is unknown, a package is missing, the environment does not start, or its actions or
     observations are not continuous vectors.
     """
     env = _started(env_id, **kwargs)
@@ -151,23 +156,23 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
         env = FlattenObservation(env)
     box: Any = env.action_space
     if (box.low != -1).any() or (box.high != 1).any():
-        one = box.dtype.type(1)  # in the box's own precision, or Gymnasium warns that it lowers it
+        one = box.dtype.type(1)  # in the box's own precision: otherwise Gymnasium warns of a lower one
         env = RescaleAction(InBounds(env), -one, one)
     return ExactState(CanonicalEnv(env, all_infos, env_id))
 
 
 def action_box(env_id: str, **kwargs: Any) -> Box:
-    """Return the environment's own box of actions, finite and of shape [action_dim]. Raises InputError as `make`."""
+    """Return the environment's own box of actions, finite and [action_dim]. Raises InputError as `make` does."""
     with contextlib.closing(_started(env_id, **kwargs)) as env:
         assert isinstance(env.action_space, Box)
         return env.action_space
 
 
 def _started(env_id: str, **kwargs: Any) -> Env:
-    """Return the environment as Gymnasium makes it, its spaces checked."""
+    """Return the environment as Gymnasium makes it, with its spaces checked."""
     spec = _find(env_id)
     try:
-        # By its spec: given an id, Gymnasium warns that v4 is out of date, which is the version published results use.
+        # From its spec: for an id, Gymnasium warns that v4 is out of date. Published results use v4.
         env = gym.make(spec, disable_env_checker=True, **kwargs)
     except Exception as error:
         _require(env_id, error)
@@ -192,19 +197,22 @@ def make_vector(
     vectorizer: Literal["sync", "async", "envpool"] = "sync",
     **kwargs: Any,
 ) -> VectorEnv[Array, Array, Array]:
-    """`num_envs` environments, stepped side by side; the i-th is seeded with `seeds(seed, purpose, num_envs)[i]`.
+    """Make `num_envs` environments, stepped together; the i-th is seeded with `seeds(seed, purpose, num_envs)[i]`.
 
-    `vectorizer`: one after another (sync), each in a process of its own (async; the same results, bit for bit), or in
-    the threads of EnvPool (envpool; other episodes, of the same distribution). docs/environments.md tells when to use
-    which. `kwargs` go to each environment's constructor (EnvPool takes none). End with `envs.close()`.
+    `vectorizer` selects how they are stepped (docs/environments.md explains when to use which):
+    - sync: one after another.
+    - async: each in its own process, with bit-identical results.
+    - envpool: in the threads of EnvPool, with other episodes of the same distribution.
 
-    The seeds are set here: begin with a bare `envs.reset()`. An episode that ended stays where it ended, so `next_obs`
-    is always the true successor, until the caller resets it and the others that ended:
+    `kwargs` go to each environment's constructor (EnvPool takes none). Call `envs.close()` at the end.
+
+    The seeds are set here, so begin with a bare `envs.reset()`. An episode that ended is not reset automatically, so
+    `next_obs` is always the true successor. The caller resets all episodes that ended:
 
         if dones.any():  # a bool array [num_envs]; a mask that is all False is an error
-            obs, _ = envs.reset(options={"reset_mask": dones})  # the other rows are as they were
+            obs, _ = envs.reset(options={"reset_mask": dones})  # the other rows do not change
 
-    Raises InputError as `make` does, and where EnvPool is missing or its environment is not known to be Gymnasium's.
+    Raises InputError as `make` does, and if EnvPool is missing or its environment is not known to equal Gymnasium's.
     """
     if num_envs < 1:
         raise InputError(f"{num_envs} environments are asked for: there must be at least one.")
@@ -248,10 +256,10 @@ def _find(env_id: str) -> gym.envs.registration.EnvSpec:
 
 
 def _alike(name: str) -> str:
-    """Suggest up to three registered environments, of those that start here and that an agent can act in."""
+    """Suggest up to three registered environments with similar names that start here and that an agent can act in."""
     found: list[str] = []
     for each in difflib.get_close_matches(name, set(gym.registry) - {name}, n=12):
-        with contextlib.suppress(Exception):  # for one, v2 and v3 of MuJoCo's need a package that is no more
+        with contextlib.suppress(Exception):  # for example, MuJoCo's v2 and v3 need a package that is gone
             env = gym.make(gym.registry[each], disable_env_checker=True)
             _check_spaces(env, each)
             env.close()
@@ -262,16 +270,16 @@ def _alike(name: str) -> str:
 
 
 def _print_notice(name: str) -> None:
-    """Print Gymnasium-Robotics' notice if it concerns `name`, once, and not again in every worker process."""
+    """Print Gymnasium-Robotics' notice if it concerns `name`: once, and not in worker processes."""
     text = NOTICES.get(getattr(sys.modules.get("gymnasium_robotics"), "__version__", ""), "")
-    if name.replace("-v", "Dense-v") in text:  # so it calls those with dense rewards
+    if name.replace("-v", "Dense-v") in text:  # the notice names the variants with dense rewards
         NOTICES.clear()
         if multiprocessing.parent_process() is None:
             sys.stderr.write(f"warning: {text}\n")
 
 
 def _register_robotics(name: str) -> None:
-    """Gymnasium-Robotics registers its ids when imported: only when needed, as that takes a second and prints."""
+    """Import Gymnasium-Robotics, which registers its ids. Call it only when needed, as the import takes a second."""
     try:
         importlib.import_module("gymnasium_robotics")
     except Exception as error:
@@ -281,7 +289,7 @@ def _register_robotics(name: str) -> None:
 
 
 def _require(env_id: str, error: Exception) -> None:
-    """Raise InputError if `error` came about because one of `PINS` is not installed."""
+    """Raise InputError if the cause of `error` is that one of `PINS` is not installed."""
     for module, pin in PINS.items():
         if module.lower() in str(error).lower() and importlib.util.find_spec(module) is None:
             raise InputError(f"{env_id} needs {module}, which is not installed: pip install {pin}") from None

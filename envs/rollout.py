@@ -1,4 +1,4 @@
-"""The environments of a run: those that it trains in, stepped together, and those that it is evaluated in."""
+"""The environments of a run: those for training, which are stepped together, and those for evaluation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +24,10 @@ Array = NDArray[np.float32]
 
 
 class Transitions(NamedTuple):
-    """One transition of every environment: obs and next_obs [num_envs, obs_dim], actions [num_envs, action_dim] as they
-    were chosen, rewards, terminations and truncations [num_envs]. next_obs is the true successor at an episode's end.
+    """One transition of each environment.
+
+    obs and next_obs are [num_envs, obs_dim], actions [num_envs, action_dim] as they were chosen. rewards, terminations
+    and truncations are [num_envs]. At an episode's end, next_obs is the true successor.
     """
 
     obs: Array
@@ -44,14 +46,14 @@ class Rollout(Part):
     """Steps the environments, resets those whose episode ended, and keeps the statistics of training episodes."""
 
     def __init__(self, env: str, args: RunArgs, **env_kwargs: Any) -> None:
-        """`env` is an id for `envs.make.make`, which gets `env_kwargs`. Raises InputError as it does."""
+        """Make the environments: `env` and `env_kwargs` are for `envs.make.make`. Raises InputError as `make` does."""
         self.envs = make_vector(env, args.num_envs, args.seed, vectorizer=args.vectorizer, **env_kwargs)
         self._eval_envs = [make(env, **env_kwargs) for _ in range(args.eval_episodes)]
         self._eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
         self.obs_dim = flatdim(self.envs.single_observation_space)
         self.action_dim = flatdim(self.envs.single_action_space)
         self.obs: Array  # [num_envs, obs_dim], on which the policy acts next
-        self.steps = 0  # environment steps so far, those of all environments added up
+        self.steps = 0  # environment steps so far, summed over all environments
         self.exact = [True] * args.num_envs  # whether `load` restored each environment bit for bit
         self._returns, self._lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         self._finished: list[tuple[float, int]] = []  # return and length of episodes since the last `statistics`
@@ -86,7 +88,7 @@ class Rollout(Part):
             meanwhile()
             with self._timings("env_step"):
                 return self.envs.step(actions)
-        with self._timings("env_step"):  # with what happens meanwhile, if that takes longer
+        with self._timings("env_step"):  # includes `meanwhile` if that takes longer
             self.envs.step_async(actions)
             meanwhile()
             return self.envs.step_wait()
@@ -96,7 +98,7 @@ class Rollout(Part):
         return uniform_actions(self.envs.num_envs, self.action_dim, generator)
 
     def evaluate(self, policy: Act) -> list[Episode]:
-        """Run the evaluation episodes, the same starts each time. Training is not touched."""
+        """Run the evaluation episodes and return them. Their starts are the same each time; training is unchanged."""
         return evaluate(policy, self._eval_envs, self._eval_seeds)
 
     def statistics(self) -> dict[str, float]:
@@ -122,7 +124,7 @@ class Rollout(Part):
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Restore what `save` returned. `exact` [num_envs] is False where a new episode had to be started instead."""
+        """Restore what `save` returned. `exact` [num_envs] is False for environments that start a new episode."""
         self.obs, self.exact = set_states(self.envs, state["envs"])
         self.steps = state["steps"]
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
@@ -130,12 +132,12 @@ class Rollout(Part):
         self.discard_unfinished_episodes(self.exact)
 
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:
-        """Forget the statistics of an episode that could not be restored: another one was started."""
+        """Forget the statistics of episodes that were not restored exactly (`exact` [num_envs]): new ones started."""
         restarted = np.logical_not(exact)
         self._returns[restarted], self._lengths[restarted] = 0.0, 0
 
     def close(self) -> None:
-        """End the environments and their processes."""
+        """Close the environments and end their processes."""
         self.envs.close()
         for env in self._eval_envs:
             env.close()

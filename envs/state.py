@@ -1,7 +1,7 @@
-"""The exact state of any environment, saved and restored without knowing its simulator.
+"""Save and restore the exact state of any environment, without knowledge of its simulator.
 
-A state is: every random generator as it was just before the last reset, the reset's arguments, and the actions since.
-To restore it, set the generators, reset, replay. MuJoCo's own integration state would not do: some rewards read
+A state holds every random generator as it was just before the last reset, the reset's arguments, and the actions since.
+To restore it, set the generators, reset and replay. MuJoCo's own integration state is not enough. Some rewards read
 quantities that lag behind it, and Adroit and the mazes keep state in Python and in the model.
 """
 
@@ -20,7 +20,7 @@ from envs.vector import Array, EnvPool
 
 Env = gym.Env[Any, Any]
 
-# What a saved state holds.
+# The entries of a saved state, with their types.
 KINDS = {
     "seed": int | None,
     "options": dict | None,
@@ -34,9 +34,9 @@ KINDS = {
 
 
 def _environments(env: Env, path: str = "env", seen: set[int] | None = None) -> Iterator[tuple[str, Env]]:
-    """`env`, what it wraps, and the environments those hold: a maze holds an ant, which has a generator of its own."""
+    """Yield `env` and every environment inside it, with attribute paths: a maze holds an ant with its own generator."""
     seen = set() if seen is None else seen
-    if id(env) in seen:  # an inner environment may know the outer one
+    if id(env) in seen:  # an inner environment may refer to the outer one
         return
     seen.add(id(env))
     yield path, env
@@ -46,7 +46,7 @@ def _environments(env: Env, path: str = "env", seen: set[int] | None = None) -> 
 
 
 def _generators(env: Env) -> dict[str, str]:
-    """The state of every generator under `env`, as JSON (it holds 128-bit integers), by its attribute path."""
+    """Return the state of every generator in `env`, by attribute path, as JSON because it holds 128-bit integers."""
     found = {}
     for path, owner in _environments(env):
         if not isinstance(owner, gym.Wrapper):
@@ -76,12 +76,11 @@ def _set_generators(env: Env, states: dict[str, str]) -> None:
 
 
 class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs):
-    """Remembers what restores the environment exactly; wrap it outermost. Costs about 1 µs a step.
+    """Records what restores the environment exactly. Make it the outermost wrapper. It costs about 1 µs a step.
 
     The actions of the current episode are kept, so an environment without a time limit grows by one action a step.
-    Covers generators (`np.random.Generator`) that are attributes of the environment or of environments inside it.
-    One with other randomness, or that carries anything else from one episode into the next, is found out by
-    `set_state`, which then returns False.
+    Generators (`np.random.Generator`) are covered if the environment, or one inside it, has them as attributes.
+    `set_state` detects other randomness, and anything else carried from one episode to the next. It then returns False.
     """
 
     _obs: Array
@@ -95,7 +94,7 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
         self.next_state: dict[str, Any] | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """A new episode, or `next_state` where that was set: then `info["exact"]` is what `set_state` says."""
+        """Start a new episode, or restore `next_state` if that is set: `info["exact"]` is then `set_state`'s result."""
         if self.next_state is not None:
             state, self.next_state = self.next_state, None
             exact = self.set_state(state)
@@ -116,7 +115,7 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
         return obs, reward, termination, truncation, info
 
     def get_state(self) -> dict[str, Any]:
-        """Everything `set_state` needs: plain values, dicts and numpy arrays, nothing that needs pickle.
+        """Return everything that `set_state` needs, as plain values, dicts and numpy arrays, without pickle.
 
         Raises InputError before the first reset.
         """
@@ -131,17 +130,17 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
         }
 
     def set_state(self, state: dict[str, Any]) -> bool:
-        """Bring the environment to `state`; True if it is there bit for bit.
+        """Restore `state` and return whether the result is bit-identical.
 
-        Compared are the observation, the return of the episode so far, and where every generator stands. Where one
-        differs the environment is not reproducible: it starts a new episode, its generators go on from the saved ones,
-        and the answer is False. Raises InputError on what is not a state of such an environment.
+        Compared are the observation, the episode's return so far, whether it has ended, and every generator's state. If
+        one differs, the environment is not reproducible. It then starts a new episode with the saved generators, and
+        the result is False. Raises InputError if `state` is not a state of such an environment.
         """
         self._check(state)
         _set_generators(self.env, state["generators_before"])
         self.reset(seed=state["seed"], options=copy.deepcopy(state["options"]))
         for action in state["actions"]:
-            if self._done:  # only where the replay has gone astray: stepping on could raise
+            if self._done:  # only if the replay has diverged: another step could raise
                 break
             self.step(action)
         now = self.get_state()
@@ -167,8 +166,8 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
 
 
 def get_states(envs: VectorEnv[Array, Array, Array]) -> list[dict[str, Any]]:
-    """The state of each sub-environment. Raises InputError before the first reset."""
-    if isinstance(envs, EnvPool):  # gives no state out
+    """Return the state of each sub-environment. Raises InputError before the first reset."""
+    if isinstance(envs, EnvPool):  # its state is not accessible
         return [{"seed": seed} for seed in envs.next_seeds()]
     try:
         return list(envs.call("get_state"))  # type: ignore[attr-defined]
@@ -177,15 +176,15 @@ def get_states(envs: VectorEnv[Array, Array, Array]) -> list[dict[str, Any]]:
 
 
 def set_states(envs: VectorEnv[Array, Array, Array], states: list[dict[str, Any]]) -> tuple[Array, list[bool]]:
-    """Restore each sub-environment: the current observations [num_envs, obs_dim], and for each whether it is exact.
+    """Restore each sub-environment. Return the observations [num_envs, obs_dim], and for each whether it is exact.
 
-    One that is not exact stands at the start of a new episode. Raises InputError where `states` do not fit.
+    One that is not exact is at the start of a new episode. Raises InputError if `states` do not fit.
     """
     if len(states) != envs.num_envs:
         raise InputError(f"{len(states)} environments were saved, but there are {envs.num_envs} now.")
     if isinstance(envs, EnvPool):
         return envs.reset(seed=[state["seed"] for state in states])[0], [False] * envs.num_envs
-    # By a reset, so that the vector environment's own memory of observations and ended episodes follows.
+    # By a reset, so that the vector environment's own record of observations and ended episodes is updated too.
     envs.set_attr("next_state", states)  # type: ignore[attr-defined]
     obs, info = envs.reset()
     return obs, info["exact"].tolist()

@@ -1,6 +1,6 @@
-"""Many environments at once, other than one after another: each in a process of its own, or all in EnvPool's threads.
+"""Environments that step in parallel, each in its own process or all in EnvPool's threads.
 
-Both keep the contract of `envs.make.make_vector`, and are made there.
+Both kinds keep the contract of `envs.make.make_vector`, which makes them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from common.errors import InputError, RunError, require_finite_actions
 Array = npt.NDArray[Any]
 Step = tuple[Array, Array, Array, Array, dict[str, Any]]
 
-# EnvPool's environments that were measured to be Gymnasium's (tests/test_envpool.py, docs/environments.md).
+# EnvPool's environments that are verified equal to Gymnasium's (tests/test_envpool.py, docs/environments.md).
 ENVPOOL_IDS = tuple(
     f"{name}-{version}"
     for name in ("Ant", "HalfCheetah", "Hopper", "InvertedPendulum", "Swimmer", "Walker2d")
@@ -30,13 +30,13 @@ ENVPOOL_IDS = tuple(
 
 
 class AsyncEnvs(AsyncVectorEnv[Array, Array]):
-    """Gymnasium's AsyncVectorEnv without autoreset: `env_fns` each in a process, which ends with this one."""
+    """Gymnasium's AsyncVectorEnv without autoreset. Each of `env_fns` has a process, which ends with this one."""
 
     def __init__(self, env_fns: list[Any]) -> None:
         super().__init__(env_fns, worker=_work, autoreset_mode=AutoresetMode.DISABLED)
 
     def step_async(self, actions: Array) -> None:
-        require_finite_actions(actions)  # here, because an error in a worker comes with its traceback
+        require_finite_actions(actions)  # here, because an error in a worker prints a traceback
         with self._alive():
             super().step_async(actions)
 
@@ -53,14 +53,14 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
             return super().call(name, *args, **kwargs)
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """Raise an error of this project as it is: it needs no traceback, which Gymnasium would print."""
+        """Raise an error of this project unchanged, without the traceback that Gymnasium would print."""
         successes = list(successes)
         failed = [self.error_queue.get() for success in successes if not success]
         for _, kind, error, _ in failed:
             if issubclass(kind, InputError | RunError):
                 for process in self.processes:
                     process.terminate()
-                self.closed = True  # or Gymnasium would wait for their answers
+                self.closed = True  # otherwise Gymnasium would wait for their answers
                 raise error
         for each in failed:
             self.error_queue.put(each)
@@ -71,7 +71,7 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
         try:
             yield
         except (EOFError, ConnectionError):
-            self.closed = True  # or Gymnasium would wait for its answer; the other processes end with this one
+            self.closed = True  # otherwise Gymnasium would wait for its answer; the other processes end with this one
             raise RunError(
                 "the process of an environment was killed (is there enough memory for all of them?): "
                 "the same command goes on from the last checkpoint"
@@ -79,16 +79,16 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
 
 
 def _work(*args: Any) -> None:
-    os.setpgrp()  # Ctrl-C reaches a terminal's whole process group, but the run still has a checkpoint to make
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent was killed: end without a word
+    os.setpgrp()  # Ctrl-C reaches a terminal's whole process group, but the run must still write a checkpoint
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent was killed: end silently
         _async_worker(*args)
 
 
 class EnvPool(VectorEnv[Array, Array, Array]):
-    """EnvPool's environment `env_id`, `num_envs` times: float32 obs [num_envs, obs_dim], actions in [-1, 1].
+    """`num_envs` of EnvPool's environment `env_id`, with float32 obs [num_envs, obs_dim] and actions in [-1, 1].
 
-    Begin with `reset(seed=[...])`. Equal seeds give equal runs, on any number of threads, but other episodes than
-    Gymnasium's. Raises InputError where EnvPool is not installed, or the id is not one of ENVPOOL_IDS.
+    Begin with `reset(seed=[...])`. Equal seeds give equal runs on any number of threads, but other episodes than
+    Gymnasium's. Raises InputError if EnvPool is not installed, or if the id is not in ENVPOOL_IDS.
     """
 
     def __init__(self, env_id: str, num_envs: int) -> None:
@@ -113,11 +113,11 @@ class EnvPool(VectorEnv[Array, Array, Array]):
         self._dones = np.zeros(num_envs, bool)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Begin new episodes: in all environments, or in those of `options["reset_mask"]`, bool [num_envs].
+        """Start new episodes in all environments, or in those of `options["reset_mask"]`, bool [num_envs].
 
-        With `seed`, a list of one in [0, 2³²) for each environment, everything random begins anew.
+        `seed` is a list with a number in [0, 2³²) for each environment. It seeds everything random again.
         """
-        if seed is not None:  # EnvPool takes seeds at construction only, of 31 bits
+        if seed is not None:  # EnvPool takes seeds only at construction, and only of 31 bits
             self._pool = self._make(self._env_id, num_envs=self.num_envs, seed=[each >> 1 for each in seed])
             self._seeds, self._steps = list(seed), 0
         mask = options["reset_mask"] if options else np.ones(self.num_envs, bool)
@@ -128,7 +128,7 @@ class EnvPool(VectorEnv[Array, Array, Array]):
 
     def step(self, actions: Array) -> Step:
         require_finite_actions(actions)
-        # EnvPool would take this step to reset them, unasked, and lose the action.
+        # EnvPool would use this step to reset them, and the action would be lost.
         assert not self._dones.any(), f"reset first what has ended: {np.flatnonzero(self._dones)}"
         own = self._low + (actions.astype(np.float64) + 1.0) / 2.0 * (self._high - self._low)
         obs, rewards, terminations, truncations, _ = self._pool.step(own)
@@ -136,6 +136,6 @@ class EnvPool(VectorEnv[Array, Array, Array]):
         return self._obs.copy(), rewards.astype(np.float64), terminations, truncations, {}
 
     def next_seeds(self) -> list[int]:
-        """A seed for each environment to begin anew with when a run goes on from here: not the first episodes again."""
+        """Return a seed for each environment, with which a run that resumes here does not repeat its first episodes."""
         streams = [np.random.SeedSequence([seed, self._steps]) for seed in self._seeds]
         return [int(stream.generate_state(1)[0]) for stream in streams]

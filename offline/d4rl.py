@@ -1,7 +1,8 @@
-"""D4RL's datasets, and any HDF5 file in their layout, read with h5py alone.
+"""Read D4RL's datasets, and any HDF5 file in their layout, with h5py alone.
 
 Source: Fu et al. 2020, "D4RL: Datasets for Deep Data-Driven Reinforcement Learning", arXiv 2004.07219. `d4rl.csv` holds
-the ids, files and reference scores of its package, version 1.1 (Apache-2.0). docs/d4rl.md: the files' known faults.
+the ids, files, reference scores and time limits of its package, version 1.1 (Apache-2.0). docs/d4rl.md lists the files'
+known faults.
 """
 
 import contextlib
@@ -23,17 +24,17 @@ from offline.recording import Array, RawDataset, TransitionBlock, checked_attrib
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
 BLOCK_ROWS = 16_384
-KEYS = ("observations", "actions", "rewards", "terminals")  # that every file has
+KEYS = ("observations", "actions", "rewards", "terminals")  # every file has them
 
 
 class Entry(NamedTuple):
-    """One of D4RL's ids: its file below SERVER, the returns that score 0 and 1, its time limit."""
+    """One of D4RL's ids: its file below SERVER, the returns that score 0 and 100, its time limit."""
 
     file: str
     reference: tuple[float, float] | None
     max_episode_steps: int
     action_bound: float
-    """Its environment's box of actions is ± this in D4RL's source, also if that environment does not run here."""
+    """Bound (±) of its environment's actions in D4RL's source, also if that environment does not run here."""
 
 
 def _ids() -> dict[str, Entry]:
@@ -52,14 +53,16 @@ def _ids() -> dict[str, Entry]:
 IDS = _ids()
 
 
-# D4RL measured its scores in environments whose dynamics and rewards these keep (docs/d4rl.md).
+# These environments keep the dynamics and rewards of those in which D4RL measured its scores (docs/d4rl.md).
 _SCORES = {env: IDS[dataset_id].reference for dataset_id, env in ENVIRONMENTS.items() if IDS[dataset_id].reference}
 _SCORES |= BINARY_SCORES
 
 
 def reference(name: str | None) -> tuple[float, float] | None:
-    """The returns that score 0 and 100 for one of D4RL's ids, in an environment whose returns D4RL measured, or in an
-    Adroit binary task that goes on.
+    """Return the returns that score 0 and 100 for `name`, or None if they are unknown.
+
+    They are known for D4RL's ids, for environments whose returns D4RL measured, and for Adroit's binary tasks that
+    continue after success.
     """
     entry = IDS.get(name or "")
     if entry:
@@ -69,28 +72,29 @@ def reference(name: str | None) -> tuple[float, float] | None:
 
 
 def folder() -> Path:
-    """D4RL's own cache: $D4RL_DATASET_DIR, else ~/.d4rl/datasets."""
+    """Return D4RL's own cache: $D4RL_DATASET_DIR, else ~/.d4rl/datasets."""
     return Path(os.environ.get("D4RL_DATASET_DIR", "~/.d4rl/datasets")).expanduser()
 
 
 def url(dataset_id: str) -> str:
-    """Where D4RL keeps the file; $D4RL_MIRROR, a copy of that server's folder, takes its place."""
+    """Return the address of the file on D4RL's server, or in $D4RL_MIRROR, a copy of that server's folder."""
     return os.environ.get("D4RL_MIRROR", SERVER).rstrip("/") + "/" + IDS[dataset_id].file
 
 
 def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:
-    """The recording of a D4RL id (downloaded at first use) or of the HDF5 file at a path.
+    """Read a D4RL id, downloaded at first use, or the HDF5 file at a path.
 
-    An episode ends where `terminals` or `timeouts` is set, at the file's end and, in a file without `timeouts`, after
-    `horizon` steps (the id's time limit unless given). No transition joins two episodes. The step
-    at a time-out is a transition only where the file holds its `next_observations`; else its reward still counts in
-    the episode's return. A terminal step always is one; where its successor is unknown it is its own, which the
-    termination masks.
+    An episode ends at each row whose `terminals` or `timeouts` is set, and at the file's end. In a file without
+    `timeouts`, it also ends after `horizon` steps (default: the id's time limit). No transition joins two episodes.
 
-    `compat`: instead exactly what D4RL's `qlearning_dataset` makes of the file, in which `next_observations` are not
+    The step at a time-out is a transition only if the file holds its `next_observations`. Otherwise its reward still
+    counts in the episode's return. A terminal step is always a transition. If its successor is unknown, its own
+    observation takes its place, and the termination masks it.
+
+    `compat`: convert the file exactly as D4RL's `qlearning_dataset` does instead. Then `next_observations` are not
     read, terminal steps lead into the next episode, and the last row is dropped.
 
-    Raises InputError where the id is unknown, the file cannot be had, is damaged, or is not in this layout.
+    Raises InputError if the id is unknown, or if the file cannot be downloaded, is damaged or is not in this layout.
     """
     path, entry = _locate(str(source))
     with _layout(path) as layout:
@@ -98,7 +102,7 @@ def read(source: str | Path, compat: bool = False, horizon: int | None = None) -
 
 
 def _locate(source: str) -> tuple[Path, Entry | None]:
-    """The file of an id, downloaded where it is not yet here, or at a path."""
+    """Return the file of an id, downloaded at first use, with the id's entry; or the file at a path, with None."""
     if source not in IDS:
         if not source.endswith((".hdf5", ".h5")) and not Path(source).is_file():
             raise InputError(f"there is no dataset {source}{nearest(source, list(IDS))}")
@@ -115,14 +119,15 @@ def _check_layout(path: Path) -> None:
 
 
 def trajectories(source: str | Path, compat: bool = False, horizon: int | None = None) -> Iterator[dict[str, Array]]:
-    """The episodes of a file row by row: observations [steps, obs_dim], actions, rewards, terminals; nothing dropped.
+    """Yield each episode of a file: observations [steps, obs_dim], actions, rewards and terminals. No row is dropped.
 
-    `compat`: as D4RL's `sequence_dataset` cuts them, which leaves out an unfinished last one. Raises as `read` does.
+    `compat`: cut the episodes as D4RL's `sequence_dataset` does, which leaves out an unfinished last one. Raises
+    InputError as `read` does.
     """
     path, entry = _locate(str(source))
     with _layout(path) as layout:
         terminals = layout.column("terminals") != 0
-        # D4RL's own count starts at 1 in every episode but the first, so that only that one is whole.
+        # D4RL's own count starts at 1 in every episode but the first, so only the first has its full length.
         ends = terminals | _finals(layout, terminals, entry, horizon, (1, 1) if compat else (0, 0))
         ends[-1] |= not compat
         first = 0
@@ -133,7 +138,7 @@ def trajectories(source: str | Path, compat: bool = False, horizon: int | None =
 
 @contextlib.contextmanager
 def _layout(path: Path, shape: tuple[int, int, int] | None = None) -> Iterator["_Layout"]:
-    """Open a file in D4RL's layout, only within `with`, so that the caller can open it in any mode afterwards.
+    """Open a file in D4RL's layout. It is closed after `with`, so the caller can then open it in any mode.
 
     Raises InputError if it is damaged, not in this layout, or not of the `shape` that it had before.
     """
@@ -141,7 +146,7 @@ def _layout(path: Path, shape: tuple[int, int, int] | None = None) -> Iterator["
         with opened(path) as file:
             try:
                 layout = _Layout(path, file)
-            except (TypeError, AttributeError) as error:  # of a key that is not an array
+            except (TypeError, AttributeError) as error:  # a key is not an array
                 raise unreadable(path, error) from None
             if shape not in (None, layout.shape):
                 raise InputError(f"{path} was changed while it was read: run the same command again")
@@ -151,7 +156,7 @@ def _layout(path: Path, shape: tuple[int, int, int] | None = None) -> Iterator["
 
 
 class _Layout:
-    """An open file in D4RL's layout, its keys, shapes and types checked; a hostile one is refused before it is read."""
+    """An open file in D4RL's layout. Keys, shapes and types are checked; a hostile file is refused before reading."""
 
     def __init__(self, path: Path, file: h5py.File) -> None:
         self.path, self.file = path, file
@@ -169,7 +174,7 @@ class _Layout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, obs_dim and action_dim."""
+        """Return rows, obs_dim and action_dim."""
         return self.rows, self.obs_dim, self.action_dim
 
     def _width(self, key: str) -> int:
@@ -179,7 +184,7 @@ class _Layout:
         return int(shape[1])
 
     def _dataset(self, key: str) -> Any:
-        """The dataset `key`, if its numbers are in this very file and were really written."""
+        """Return the array `key`. Raises InputError unless its numbers are in this very file and were written."""
         link = self.file.get(key, getlink=True)
         data = self.file[key] if isinstance(link, h5py.HardLink) else None
         if not isinstance(data, h5py.Dataset) or data.external or data.is_virtual:
@@ -189,18 +194,18 @@ class _Layout:
                 f"{self.path}: {key} holds {data.dtype}, shape {data.shape}: an array of numbers is needed"
             )
         stored, promised = data.id.get_storage_size(), data.size * data.dtype.itemsize
-        if promised > max(2**26, 2000 * stored):  # gzip packs no denser: it would fill memory or disk with nothing
+        if promised > max(2**26, 2000 * stored):  # denser than gzip can pack: it would fill memory or disk with nothing
             raise InputError(f"{self.path}: {key} promises {promised:,} bytes but stores {stored:,}: it is not read")
         return data
 
     def block_rows(self) -> int:
-        """About BLOCK_ROWS, in whole chunks, so that each is unpacked once."""
+        """Return about BLOCK_ROWS, in whole chunks, so that each chunk is unpacked once."""
         chunks = self.file["observations"].chunks
         rows = int(chunks[0]) if chunks else 1
         return rows * max(1, BLOCK_ROWS // rows)
 
     def column(self, key: str, first: int = 0, last: int | None = None) -> Array:
-        """Rows of an array of one number a row: [n]."""
+        """Return the rows from `first` up to `last` of an array with one number a row: [n]."""
         values: Array = self.file[key][first:last]
         return values.reshape(-1)
 
@@ -215,14 +220,14 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     else:
         facts = {"reference": reference(facts.get("env"))} | facts
     rewards = layout.column("rewards")
-    # A kitchen's episode ends when all four tasks are complete, which its files do not say (WSRL's fork of D4RL does).
+    # A kitchen episode ends when all four tasks are complete. Its files do not mark that; WSRL's fork of D4RL does.
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan
     terminals = (layout.column("terminals") != 0) | (rewards == complete)
     finals = _finals(layout, terminals, entry, horizon, (1, 0) if compat else (0, 0))
-    ends = terminals | finals  # of episodes; the file's last row is one too
+    ends = terminals | finals  # of episodes, the file's last row included
     ends[-1] = True
     next_known = "next_observations" in layout.file and not compat
-    # The rows that become transitions: a step's successor is in the next row, unless the file holds it.
+    # The rows that become transitions. A step's successor is in the next row, unless the file holds it.
     if next_known:
         keep = np.full(layout.rows, True)
     elif compat:
@@ -234,7 +239,7 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     counts = np.cumsum(keep)[last_rows]  # of transitions, up to each episode's end
     some = np.diff(counts, prepend=0) > 0
     lost = rewards[last_rows].astype(np.float64)
-    lost[np.isnan(lost)] = np.inf  # NaN marks an episode that lost none
+    lost[np.isnan(lost)] = np.inf  # NaN marks an episode that dropped none
     lost[keep[last_rows]] = np.nan
     if not some.any():
         raise InputError(f"{path}: no step has a successor, so it holds no transitions")
@@ -258,7 +263,11 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
 
 
 def _block(layout: _Layout, first: int, last: int, next_known: bool, ends: Array | None) -> TransitionBlock:
-    """The rows from `first` up to `last`; those of `ends` [n] lead nowhere, since the next row is another episode's."""
+    """Return the rows from `first` up to `last`, with the file's successors if they are `next_known`.
+
+    Otherwise the successor is the next row. Rows in the mask `ends` [n] then are their own successors, since their next
+    row is another episode's.
+    """
     file = layout.file
     obs: Array = file["observations"][first : last if next_known else last + 1]
     if next_known:
@@ -275,9 +284,10 @@ def _block(layout: _Layout, first: int, last: int, next_known: bool, ends: Array
 def _finals(
     layout: _Layout, terminals: NDArray[np.bool_], entry: Entry | None, horizon: int | None, restart: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Which rows a time limit ends [rows]: as the file says, else by a count of steps.
+    """Return which rows a time limit ends, bool [rows]: as the file marks them, else by a count of steps.
 
-    `restart`: with what the count resumes after a terminal step, and after a time limit; D4RL's own is not with 0.
+    `restart`: the counts to restart from after a terminal step and after a time limit. D4RL's are not both 0.
+    Raises InputError if the time limit is unknown, is not a whole number of at least 1, or is not needed.
     """
     if horizon is not None and not (isinstance(horizon, int | np.integer) and horizon >= 1):
         raise InputError(f"--horizon is {horizon}: give the time limit in steps, a whole number of at least 1")

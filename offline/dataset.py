@@ -1,4 +1,4 @@
-"""A dataset is a full replay buffer, and beside it what only a dataset knows."""
+"""A dataset is a full replay buffer together with what only a dataset knows."""
 
 import contextlib
 import hashlib
@@ -40,24 +40,24 @@ TANH_LIMIT = 1.0 - 1e-5  # the log-probability of an action of exactly ±1 is in
 
 @dataclass(kw_only=True)
 class Dataset(Episodes):
-    """Episodes one after another in `buffer`, whose first `len(dataset)` rows they are.
+    """Episodes one after another: the first `len(dataset)` rows of `buffer`.
 
-    All rewards are scaled, also `dropped_final_rewards`.
+    All rewards are scaled, `dropped_final_rewards` too.
     """
 
     buffer: ReplayBuffer
     rewards: RewardTransform = IDENTITY
-    """What rewards were multiplied by, and what then was added: online rewards need the same, once."""
+    """The transform that was applied to the rewards. Online rewards need the same, once."""
 
     @property
     def truncations(self) -> NDArray[np.bool_]:
-        """[n]: whether an episode was cut behind this transition, by a time limit or the end of the data."""
+        """Return whether an episode was cut after each transition, by a time limit or the end of the data: [n]."""
         cut = np.zeros(len(self), bool)
         cut[self.ends - 1] = ~(self.column("terminations")[self.ends - 1] > 0)
         return cut
 
     def evaluation_env(self, given: str) -> tuple[str, dict[str, Any]]:
-        """Return the environment that evaluates it and its arguments: the one `given`, else its own.
+        """Return the environment that evaluates the dataset, and its arguments: `given`, else the dataset's own.
 
         Raises InputError if there is neither.
         """
@@ -68,24 +68,24 @@ class Dataset(Episodes):
         raise InputError(f"{self.id} does not say what environment evaluates it: give --env")
 
     def column(self, name: str) -> NDArray[np.float32]:
-        """obs, actions, rewards, next_obs or terminations: [n, dim] or [n]; on the CPU a view of the buffer."""
+        """Return obs, actions, rewards, next_obs or terminations: [n, dim] or [n], on the CPU a view of the buffer."""
         parts = self.buffer.rows[: len(self)].split(self.buffer.widths, dim=1)
         values: NDArray[np.float32] = parts[Batch._fields.index(name)].cpu().numpy()
         return values[:, 0] if name in ("rewards", "terminations") else values
 
     def returns(self) -> NDArray[np.float64]:
-        """[episodes]: undiscounted sums of the scaled rewards, lost ones included."""
+        """Return the undiscounted sum of each episode's scaled rewards, a dropped one included: [episodes]."""
         return self.returns_of(self.column("rewards"))
 
     def return_to_go(self, gamma: float, failure: float | None = None) -> NDArray[np.float32]:
-        """[n]: the discounted sum of the scaled rewards from each transition to its episode's end.
+        """Return the discounted sum of the scaled rewards from each transition to its episode's end: [n].
 
-        `failure`: in sparse-reward tasks, the scaled reward of a step that does not succeed. An episode with no other
-        rewards is taken to fail forever: failure / (1 - gamma) at each of its steps.
+        `failure`: in sparse-reward tasks, the scaled reward of a step without success. An episode with no other rewards
+        is assumed to fail forever: each of its steps gets failure / (1 - gamma). Raises InputError if gamma is 1 then.
 
         Source: Nakamoto et al. 2023, "Cal-QL", arXiv 2303.05479, section 5 and its authors' code. Their tasks end with
-        success. Here an episode that is cut while it fails, after a success, is taken to fail forever too: by a finite
-        sum a failing state would be worth more the nearer the time limit is.
+        success. Here an episode that is cut while it fails, after a success, is also assumed to fail forever. With a
+        finite sum, a failing state would be worth more the nearer the time limit is.
         """
         rewards = self.column("rewards").astype(np.float64)
         if failure is not None and gamma == 1.0:
@@ -99,7 +99,7 @@ class Dataset(Episodes):
             cut = self.column("terminations")[self.ends - 1] == 0
             following[cut & np.isclose(last, failure)] = failure / (1.0 - gamma)
         following = following[longest_first]
-        for steps in range(1, int(lengths[0]) + 1):  # of all episodes at once, from their ends
+        for steps in range(1, int(lengths[0]) + 1):  # for all episodes at once, from their ends
             episodes = int(np.searchsorted(-lengths, -steps, side="right"))
             following = rewards[ends[:episodes] - steps] + gamma * following[:episodes]
             to_go[ends[:episodes] - steps] = following
@@ -110,10 +110,10 @@ class Dataset(Episodes):
         return to_go.astype(np.float32)
 
     def obs_statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Mean and standard deviation of obs, [obs_dim] each."""
+        """Return the mean and standard deviation of obs: [obs_dim] each."""
         total, squares, n = 0.0, 0.0, len(self)
         obs = self.column("obs")
-        shift = obs[0].astype(np.float64)  # near the mean, so that the difference of squares keeps its digits
+        shift = obs[0].astype(np.float64)  # near the mean, so that the difference of squares keeps its precision
         for first in range(0, n, 100_000):
             part = obs[first : first + 100_000] - shift
             total, squares = total + part.sum(0), squares + np.square(part).sum(0)
@@ -122,9 +122,11 @@ class Dataset(Episodes):
         return (mean + shift).astype(np.float32), deviation.astype(np.float32)
 
     def top(self, fraction: float) -> "Dataset":
-        """The episodes of highest return, the best first, that together hold `fraction` of the transitions.
+        """Return the episodes of highest return that together hold `fraction` of the transitions, the best first.
 
-        Source: "%BC" of Chen et al. 2021, "Decision Transformer", arXiv 2106.01345, section 5.1. At least one episode.
+        At least one episode is kept. Raises InputError if `fraction` is not in (0, 1].
+
+        Source: "%BC" of Chen et al. 2021, "Decision Transformer", arXiv 2106.01345, section 5.1.
         """
         if not 0 < fraction <= 1:
             raise InputError(f"the top fraction is {fraction}: give a number in (0, 1]")
@@ -139,10 +141,11 @@ class Dataset(Episodes):
         return replace(self, buffer=buffer, ends=np.cumsum(self.lengths[best]), dropped_final_rewards=lost)
 
     def weights(self, temperature: float = 0.1, baseline: bool = False) -> NDArray[np.float64]:
-        """[n]: probabilities that prefer transitions of good episodes: softmax of (normalised return / temperature).
+        """Return probabilities [n] that prefer good episodes: the softmax of normalised return / temperature.
 
-        Returns are scaled to [0, 1] over the dataset; the larger the temperature, the more uniform. `baseline`: of the
-        return only what exceeds a linear regression on the episode's first obs, so that lucky starts do not count.
+        Returns are scaled to [0, 1] over the dataset. A larger temperature gives more uniform probabilities. With
+        `baseline`, a linear regression on the episode's first obs is subtracted from its return, so that lucky starts
+        do not count.
 
         Source: Hong et al. 2023, "Harnessing Mixed Offline RL Datasets via Trajectory Weighting", arXiv 2306.13085:
         return weighting (section 4.1), with `baseline` advantage weighting (4.2).
@@ -153,12 +156,12 @@ class Dataset(Episodes):
             value = value - first @ np.linalg.lstsq(first, value, rcond=None)[0]
         spread = np.ptp(value)
         value = (value - value.min()) / (spread if spread > 0 else 1.0)
-        each = np.repeat(np.exp((value - 1.0) / temperature), self.lengths)  # 1 is the largest: nothing overflows
+        each = np.repeat(np.exp((value - 1.0) / temperature), self.lengths)  # the largest is 1, so nothing overflows
         probabilities: NDArray[np.float64] = each / each.sum()
         return probabilities
 
     def fingerprint(self) -> str:
-        """Of the transitions as they are sampled (scaled, clipped) and the episodes: equal data, equal fingerprint."""
+        """Return a checksum of the episodes and of the transitions as they are sampled (scaled, clipped)."""
         checksum = zlib.crc32(self.ends.tobytes())
         for first in range(0, len(self), 100_000):
             rows = self.buffer.rows[first : min(first + 100_000, len(self))]
@@ -167,25 +170,26 @@ class Dataset(Episodes):
 
 
 class WeightedSampler:
-    """Batches of a buffer's first rows, drawn with probabilities of their own (`Dataset.weights`)."""
+    """Samples batches of a buffer's first rows with given probabilities (`Dataset.weights`)."""
 
     def __init__(self, buffer: ReplayBuffer, weights: NDArray[np.float64]) -> None:
         self.buffer = buffer
         self.cumulative = torch.from_numpy(np.cumsum(weights)).to(buffer.device)
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """As `ReplayBuffer.sample`."""
+        """Sample a batch, as `ReplayBuffer.sample` does."""
         uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=self.buffer.device)
         where: Tensor = torch.searchsorted(self.cumulative, uniform * self.cumulative[-1], right=True)
         return self.buffer.at(where.clamp(max=len(self.cumulative) - 1))
 
 
 def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:
-    """What a D4RL id, the path of a file in D4RL's layout, or a Minari id holds.
+    """Read a D4RL id, the path of a file in D4RL's layout, or a Minari id.
 
-    `compat`: exactly as D4RL's `qlearning_dataset` converts it. `horizon`: the time limit of a file that marks none.
+    `compat`: convert it exactly as D4RL's `qlearning_dataset` does. `horizon`: the time limit of a file that marks
+    none. Both are for D4RL's files only.
 
-    Raises InputError where there is no such dataset, or it cannot be had or read.
+    Raises InputError if there is no such dataset, or if it cannot be downloaded or read.
     """
     source = str(source)
     if source in d4rl.IDS or source.endswith((".hdf5", ".h5")) or Path(source).is_file():
@@ -210,18 +214,21 @@ def load(
     mapped: bool | None = None,
     env: str | None = None,
 ) -> Dataset:
-    """The dataset `source` (as `read` takes it) as a replay buffer.
+    """Load the dataset `source` (as `read` takes it) into a replay buffer.
 
-    `capacity`: rows of the buffer, at least the dataset's, which is the default. Rewards become
-    `rewards(r)`; with `normalize_returns` r is first multiplied by 1000 / (best − worst return), as
-    IQL does on locomotion (Kostrikov et al. 2021, appendix B). Actions are rescaled from the environment's box to
-    [-1, 1] and clipped to ±max_action (None: not clipped). `mapped`: whether the rows stay on the disk, in a file below
-    $ONRAMP_CACHE (else ~/.cache/onramp), instead of in memory; None: only where free memory would not hold them.
-    `env`: the environment whose box of actions is used if the dataset does not state its own, instead of the one that
-    the dataset names.
+    - `capacity`: rows of the buffer, at least the dataset's, which is the default.
+    - `rewards`: each reward r becomes `rewards(r)`. With `normalize_returns`, r is first multiplied by
+      1000 / (best − worst return), as in IQL on locomotion (Kostrikov et al. 2021, appendix B).
+    - `max_action`: actions are rescaled from the environment's box to [-1, 1] and clipped to ±max_action. They are not
+      clipped if it is None or with `compat`.
+    - `mapped`: keep the rows on the disk, in a file in $ONRAMP_CACHE (default ~/.cache/onramp), instead of in memory.
+      None: only on the CPU, and only if they take more than 80 % of the free memory.
+    - `env`: the environment whose box of actions is used if the dataset states none. By default, it is the environment
+      that the dataset names.
 
-    Raises InputError where the dataset cannot be had or read, holds non-finite numbers, or does not fit, and if the box
-    of its actions is unknown; RunError if an allocation fails.
+    Raises InputError if the dataset cannot be downloaded or read, holds non-finite numbers or does not fit. It raises
+    InputError too if the box of actions is unknown, or if `normalize_returns` finds equal returns. Raises RunError if
+    an allocation fails, or if the disk has no room.
     """
     recording = read(source, compat, horizon)
     if len(rows := recording.bad_reward_rows):
@@ -239,7 +246,7 @@ def load(
         rewards = rewards._replace(scale=rewards.scale * 1000.0 / spread)
     box = action_box(recording, env)
     with contextlib.suppress(InputError):  # an environment that does not start has no box to compare with
-        if env or recording.id not in d4rl.IDS:  # whose boxes are known to be those of their environments
+        if env or recording.id not in d4rl.IDS:  # D4RL's boxes are known to be those of its environments
             warn_of_another_box(recording, env)
     blocks = _Prepared(recording, box, rewards, None if compat else max_action)
     is_mapped = _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped)
@@ -257,9 +264,9 @@ def load(
 
 
 def _should_map(num_bytes: int, device: torch.device, asked: bool | None) -> bool:
-    """Decide whether rows of so many bytes stay on the disk. Rows that do not must fit: `ReplayBuffer` refuses others.
+    """Return whether rows of `num_bytes` stay on the disk. In memory they must fit, or `ReplayBuffer` refuses them.
 
-    Raises InputError if the process has no addresses left for them.
+    Raises InputError if the process has no addresses left to map them.
     """
     mapped = device.type == "cpu" and num_bytes > 0.8 * free_memory(device) if asked is None else asked
     if mapped and num_bytes > (free := free_address_space()):
@@ -272,7 +279,7 @@ def _should_map(num_bytes: int, device: torch.device, asked: bool | None) -> boo
 
 @dataclass
 class _Prepared:
-    """A recording's transitions as the buffer holds them."""
+    """A recording's transitions in the form in which the buffer holds them."""
 
     recording: RawDataset
     box: tuple[Array, Array]
@@ -281,7 +288,7 @@ class _Prepared:
     max_action: float | None
     outside: int = 0
     farthest: Array = field(default_factory=lambda: np.zeros(1))
-    """After `read`: how many transitions have actions outside the box, and how far in each dimension, at most."""
+    """After `read`: `outside` transitions have actions outside the box, by at most `farthest` [action_dim]."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -300,7 +307,7 @@ class _Prepared:
             self.farthest = np.maximum(self.farthest, distance.max(0, initial=0.0))
             if not unit:
                 actions = 2.0 * (actions - low) / (high - low) - 1.0
-            with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+            with np.errstate(over="ignore"):  # numbers too large for float32 are refused below
                 parts = (
                     part.astype(np.float32, copy=False) for part in recorded._replace(rewards=rewards, actions=actions)
                 )
@@ -329,14 +336,14 @@ def _write(blocks: _Prepared, path: Path, warned: Path) -> None:
             rows = pack(blocks.widths, first, *block)
             file.write(rows.data)
             first += len(rows)
-        file.flush()  # on a full disk nothing is left
+        file.flush()  # a full disk raises here, before the .json file is written
         if blocks.outside:
             with replacing(warned) as facts:
                 facts.write(json.dumps([blocks.outside, *blocks.farthest.tolist()]).encode())
 
 
 def _on_disk(blocks: _Prepared) -> Path:
-    """The file of packed rows, made at the first call. A .json file next to it holds what is to be warned of."""
+    """Return the file of packed rows, written at the first call. A .json file next to it holds facts for warnings."""
     cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
     recording = blocks.recording
     box = tuple(end.tolist() for end in blocks.box)
@@ -347,7 +354,7 @@ def _on_disk(blocks: _Prepared) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            with FileLock(cache / ".lock"):  # another process may be making it
+            with FileLock(cache / ".lock"):  # another process may be writing it
                 if not path.exists():
                     _write(blocks, path, warned)
     except OSError as error:

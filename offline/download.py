@@ -1,4 +1,4 @@
-"""A file from the web: resumed where it was cut, checked, and landed in one step."""
+"""Download a file: resume where it was cut, check it, and put it in place in one step."""
 
 import http.client
 import json
@@ -25,7 +25,8 @@ TRIES = 3
 def require_connection(url: str) -> None:
     """Raise ConnectionError after a few seconds if the server of `url` does not answer.
 
-    For libraries that try for half a minute and print every try. Behind a proxy only the proxy could tell.
+    Call it before libraries that try for half a minute and print every try. Behind a proxy it checks nothing, because
+    only the proxy knows.
     """
     server = urllib.parse.urlsplit(url)
     port = server.port or {"http": 80, "https": 443}[server.scheme]
@@ -42,24 +43,24 @@ def require_connection(url: str) -> None:
 
 
 def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Brings `url` to `path`, which appears only once it is whole: of the promised size, and passed by `check`.
+    """Download `url` to `path`, which appears only once it is whole: it has the promised size and passed `check`.
 
-    What was received of it waits in `path`.part, and the next call goes on from there if the server still has the same
-    file. `check` gets the path of the received file and raises InputError where its content is not what it should be.
+    What was received is kept in `path`.part. The next call resumes from there if the server still has the same file.
+    `check` gets the path of the received file and raises InputError if its content is wrong.
 
-    Raises InputError where the file cannot be had, RunError where the disk is full or the connection is cut.
+    Raises InputError if the file cannot be downloaded, RunError if the disk is full or the connection is cut.
     """
     part, facts = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
     lock = path.with_name(path.name + ".part.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):  # another process may be downloading it: then wait for its file
+        with FileLock(lock):  # another process may be downloading it: wait for that file
             try:
                 if not path.exists():
                     _insist(url, part, facts)
                     _land(url, part, path, facts, check)
             finally:
-                lock.unlink()  # while it is held: a process that waits for it makes a new one
+                lock.unlink()  # while it is held; a process that waits for it makes a new one
     except urllib.error.URLError as error:
         raise InputError(
             f"{url} cannot be downloaded ({error.reason if hasattr(error, 'reason') else error}): "
@@ -81,14 +82,17 @@ def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path],
 
 
 def _insist(url: str, part: Path, facts: Path) -> None:
-    """`_receive`, again where the connection breaks or the server does not know the range asked for."""
+    """Call `_receive`, and again if the connection breaks or the server refuses the range.
+
+    Raises RunError if the connection breaks in each of TRIES tries.
+    """
     for attempt in range(TRIES):
         try:
             return _receive(url, part, facts)
         except urllib.error.HTTPError as error:
             if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE or attempt == TRIES - 1:
                 raise
-            facts.unlink(missing_ok=True)  # so that all of it is asked for
+            facts.unlink(missing_ok=True)  # so that the whole file is requested
         except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
             if attempt == TRIES - 1:
                 raise RunError(
@@ -98,7 +102,7 @@ def _insist(url: str, part: Path, facts: Path) -> None:
 
 
 def _receive(url: str, part: Path, facts: Path) -> None:
-    """Appends what is missing to `part`; raises IncompleteRead where less than the promised size came."""
+    """Append what is missing to `part`. Raises IncompleteRead if its size is not the promised one."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "onramp", "Accept-Encoding": "identity"}
     same_file = json.loads(facts.read_text())["validator"] if have and facts.exists() else None
@@ -106,7 +110,7 @@ def _receive(url: str, part: Path, facts: Path) -> None:
         headers |= {"Range": f"bytes={have}-", "If-Range": same_file}
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
         if reply.status != http.client.PARTIAL_CONTENT:
-            have = 0  # the server sends all of it: no ranges, or another file than the one begun
+            have = 0  # the server sends the whole file: it has no ranges, or the file has changed
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length else None
         free = shutil.disk_usage(part.parent).free

@@ -1,7 +1,8 @@
-"""The ids of D4RL's environments, which are in `envs.d4rl`: for example offline.environments:d4rl/maze2d-medium-v1.
+"""The ids of D4RL's environments, for example offline.environments:d4rl/maze2d-medium-v1.
 
-The ids begin with this module, where the environments once were: run folders and datasets hold them so, and a run
-resumes by the id that it began with. Importing this module registers the environments.
+The environments are in `envs.d4rl`. Their ids begin with this module because the environments were here before. Run
+folders and datasets store these ids, and a run resumes with the id that it began with. Importing this module registers
+the environments.
 """
 
 import difflib
@@ -9,27 +10,28 @@ import difflib
 from common.errors import InputError
 from envs import d4rl
 
-# Minari datasets that were made earlier name these as entry points.
+# Older Minari datasets name these as entry points.
 from envs.d4rl import Adroit, AdroitBinary, AntMaze, Kitchen, PaddedAnt, PointMaze
 
 __all__ = ["Adroit", "AdroitBinary", "AntMaze", "Kitchen", "PaddedAnt", "PointMaze"]
 
 
 def _id(name: str) -> str:
-    """Return the environment as `envs.make.make` takes it: Gymnasium's own by their names."""
+    """Return the id that `envs.make.make` takes. Gymnasium's own environments keep their names."""
     return f"{__name__}:{name}" if "/" in name else name
 
 
 ENVIRONMENTS = {dataset_id: _id(name) for dataset_id, name in d4rl.ENVIRONMENTS.items()}
 BINARY = {key: _id(name) for key, name in d4rl.BINARY.items()}
-# RLPD's and EXPO's score of those that go on, the share of the steps solved: the returns that are 0 and 100 %.
+# The tasks that continue after success have RLPD's and EXPO's score, the share of the steps solved. These are the
+# returns of 0 and 100 %.
 BINARY_SCORES = {BINARY[task, False]: (-float(steps), 0.0) for task, steps in d4rl.BINARY_STEPS.items()}
 
 
 def environment_of(dataset_id: str) -> str:
-    """The environment of a D4RL dataset ("hopper-medium-v2"), as `envs.make.make` takes it.
+    """Return the environment of a D4RL dataset ("hopper-medium-v2"), as `envs.make.make` takes it.
 
-    Raises InputError where D4RL has no such dataset.
+    Raises InputError if D4RL has no such dataset.
     """
     if dataset_id not in ENVIRONMENTS:
         close = ", ".join(difflib.get_close_matches(dataset_id, ENVIRONMENTS, cutoff=0.3))

@@ -1,4 +1,4 @@
-"""HDF5 files: opened also if the caller has them open, and in words what is wrong with one that cannot be read."""
+"""Open HDF5 files, also those that the caller has open, and explain what is wrong with one that cannot be read."""
 
 import codecs
 import contextlib
@@ -10,8 +10,9 @@ import h5py
 from common.errors import InputError
 from common.memory import is_out_of_memory
 
-CHUNK_CACHE = 8 * 2**20  # bytes a key: HDF5's own 1 MB would unpack a chunk again for every block that touches it
-# What h5py raises on a file that is damaged, missing or something else.
+# Bytes a key. With HDF5's default of 1 MB, a chunk would be unpacked again for every block that touches it.
+CHUNK_CACHE = 8 * 2**20
+# What h5py raises on a file that is damaged, missing or not HDF5.
 BAD_FILE = (OSError, RuntimeError, KeyError, ValueError)
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 KINDS: dict[str, bytes | tuple[bytes, ...]] = {
@@ -23,11 +24,12 @@ KINDS: dict[str, bytes | tuple[bytes, ...]] = {
 
 
 def opened(path: Path) -> h5py.File:
-    """Open `path` for reading. Raises InputError, in words, if that cannot be done."""
+    """Open `path` for reading. Raises InputError with the reason and what to do if that fails."""
     if not path.is_file():
         raise InputError(f"there is no file {path}")
     failed: Exception = OSError()
-    # First without HDF5's lock, which many network file systems lack; a file that this process has open, as it has it.
+    # First without HDF5's lock, which many network file systems lack. A file that this process already has open must be
+    # opened with the same locking.
     for locking in (False, True, "best-effort"):
         try:
             return h5py.File(path, "r", locking=locking, rdcc_nbytes=CHUNK_CACHE, rdcc_nslots=10_007)
@@ -39,7 +41,7 @@ def opened(path: Path) -> h5py.File:
 
 
 def unreadable(path: Path, error: Exception) -> InputError:
-    """Return the error that says why `path`, on which h5py raised `error`, cannot be read, and what to do."""
+    """Return the InputError for h5py's `error` on `path`: why it cannot be read, and what to do."""
     return InputError(f"{path} {_complaint(path, error)}")
 
 
@@ -56,7 +58,7 @@ def _complaint(path: Path, error: Exception) -> str:
         return f"cannot be read ({refused.strerror}): change its permissions, or give another file"
     if not head:
         return "is an empty file: give an HDF5 file in D4RL's layout (docs/data.md)"
-    if not head.startswith(SIGNATURE) and not h5py.is_hdf5(path):  # a user block may stand before the signature
+    if not head.startswith(SIGNATURE) and not h5py.is_hdf5(path):  # a user block may precede the signature
         return f"is {_kind(head)}not an HDF5 file: give one in D4RL's layout (docs/data.md)"
     if locked:
         return "is open for writing elsewhere: close it there first"
@@ -68,8 +70,8 @@ def _complaint(path: Path, error: Exception) -> str:
 
 
 def _is_locked(number: int) -> bool:
-    """Whether a writer holds HDF5's lock on the open file of this number."""
-    with contextlib.suppress(OSError):  # no locks on this file system
+    """Return whether a writer holds HDF5's lock on the open file with the descriptor `number`."""
+    with contextlib.suppress(OSError):  # this file system has no locks
         try:
             fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,7 +80,7 @@ def _is_locked(number: int) -> bool:
 
 
 def _kind(head: bytes) -> str:
-    """What a file that begins with these bytes is, with a comma; empty if it is not known."""
+    """Return what a file that begins with `head` is, with a comma at the end; empty if it is not known."""
     if b".npy" in head and head.startswith(b"PK"):
         return "a NumPy archive (.npz), "
     found = next((kind for kind, magic in KINDS.items() if head.startswith(magic)), None)

@@ -1,6 +1,6 @@
-"""Minari's datasets, local or remote, read with its own library.
+"""Read Minari's datasets, local or remote, with Minari's own library.
 
-An episode carries one observation more than actions, so every step is a transition with its true successor. Dict
+An episode has one more observation than actions, so every step is a transition with its true successor. Dict
 observations are joined as `envs.make.make` joins those of the environment. `minari.txt` lists the datasets of D4RL and
 MuJoCo on Minari's server.
 """
@@ -28,16 +28,16 @@ from common.errors import InputError
 from offline.download import require_connection
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
-BLOCK_ROWS = 10_000  # short episodes are joined to blocks of about so many transitions
+BLOCK_ROWS = 10_000  # short episodes are joined into blocks of about this many transitions
 
 # What the library raises on files that are damaged, missing or of another version.
 _BAD_FILES = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError)
 
 
 def is_id(name: str) -> bool:
-    """Whether it has the form of a Minari id, namespace/name-v0, perhaps behind a remote's address and ://.
+    """Return whether `name` has the form of a Minari id: namespace/name-v0, possibly with a remote before it (hf://…).
 
-    One without a namespace is an id only where such a dataset is here: Minari's server has none.
+    A name without a namespace is an id only if such a dataset is in Minari's folder, because Minari's server has none.
     """
     if re.fullmatch(r"(\w+://[-\w.]+/)?([-\w]+/)+[-\w]+-v\d+", name):
         return True
@@ -45,16 +45,16 @@ def is_id(name: str) -> bool:
 
 
 def known() -> list[str]:
-    """The ids that are here, and those of D4RL's and MuJoCo's datasets on Minari's server."""
+    """Return the ids in Minari's folder, and those of D4RL's and MuJoCo's datasets on Minari's server."""
     with Path(__file__).with_name("minari.txt").open() as file:
         return [*list_local_datasets(), *file.read().split()]
 
 
 def read(source: str) -> RawDataset:
-    """The recording of a Minari id, downloaded at first use into Minari's own folder ($MINARI_DATASETS_PATH).
+    """Read a Minari id, downloaded at first use into Minari's own folder ($MINARI_DATASETS_PATH).
 
-    Raises InputError where there is no such dataset, it cannot be downloaded or read, or its observations or actions
-    are not vectors of numbers.
+    Raises InputError if the dataset does not exist, cannot be downloaded or read, or if its observations or actions are
+    not vectors of numbers.
     """
     dataset_id = source.rpartition("://")[2].partition("/")[2] if "://" in source else source
     folder = get_dataset_path(dataset_id)
@@ -67,10 +67,10 @@ def read(source: str) -> RawDataset:
 
 
 def reference(dataset_id: str) -> tuple[float, float] | None:
-    """The returns that score 0 and 100, as a dataset that is here states them."""
+    """Return the returns that score 0 and 100, as a dataset in Minari's folder states them, else None."""
     try:
         is_here = is_id(dataset_id) and (get_dataset_path(dataset_id) / "data" / "metadata.json").exists()
-    except OSError:  # Minari makes its folder, and may not
+    except OSError:  # Minari makes its folder, which can be forbidden
         is_here = False
     if not is_here:
         return None
@@ -87,8 +87,8 @@ def _download(source: str) -> None:
     try:
         if remote.startswith("hf://"):
             require_connection(constants.ENDPOINT)
-        download_dataset(source, force_download=True)  # forced: a folder may be there from a download that was killed
-    except Exception as error:  # each remote raises its own library's kinds, and this is where all of them end
+        download_dataset(source, force_download=True)  # forced: a download that was killed may have left a folder
+    except Exception as error:  # each remote raises errors of its own library, and all are reported here
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         is_known = source.rpartition("farama-minari/")[2] in known()
         cure = f": bring that folder to {get_dataset_path()} by other means" if is_known else nearest(source, known())
@@ -123,7 +123,7 @@ def _recording(dataset: MinariDataset, source: str) -> RawDataset:
 
     attributes = _scores(metadata) | _environment(metadata, folder)
     low, high = action_space.low.astype(np.float64), action_space.high.astype(np.float64)
-    if (high - low < np.finfo(np.float32).max).all():  # else it stands for none, and the environment's may be finite
+    if (high - low < np.finfo(np.float32).max).all():  # otherwise it is unbounded, and the environment's may be finite
         attributes |= {"action_low": low, "action_high": high}
     action_dim = int(action_space.shape[0])
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -137,7 +137,7 @@ def _recording(dataset: MinariDataset, source: str) -> RawDataset:
 
 
 def _episodes(dataset: MinariDataset, lengths: list[int]) -> Iterator[Any]:
-    """The episodes that hold a step; the library's errors as ours."""
+    """Yield the episodes that hold a step. Raises InputError for the library's errors."""
     try:
         for episode, length in zip(dataset.iterate_episodes(), lengths, strict=True):
             if len(episode.rewards) != length:
@@ -152,7 +152,7 @@ def _environment(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the attributes env and env_kwargs of the evaluation environment, else of the one that made the data.
 
     Minari's AntMaze datasets name evaluation environments with other walls than their data have (its issues 301 and
-    304): then the maze is that of the data. Marks of start and goal alone are no such difference.
+    304). In that case, the maze is that of the data. Marks of start and goal alone do not count as a difference.
     """
     specs = [json.loads(text) for key in ("eval_env_spec", "env_spec") if isinstance(text := metadata.get(key), str)]
     collected_in = _collected_in(metadata)
@@ -168,7 +168,7 @@ def _environment(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     registered = gym.registry.get(name)
     if limit and not (registered and registered.max_episode_steps == limit):
         kwargs["max_episode_steps"] = limit
-    if name.startswith("d4rl/"):  # adapted by envs.d4rl, which offline.environments imports
+    if name.startswith("d4rl/"):  # registered by envs.d4rl, which offline.environments imports
         name = f"offline.environments:{name}"
     elif collected_in and collected_in.rpartition(":")[2] == name:
         name = collected_in
@@ -176,7 +176,7 @@ def _environment(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _collected_in(metadata: dict[str, Any]) -> str | None:
-    """Return the environment of tools.collect's recipe, which names its module as a spec does not."""
+    """Return the environment of tools.collect's recipe, else None. Unlike a spec, the recipe names its module."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return str(json.loads(metadata["recipe"])["arguments"]["env"])
     return None
@@ -209,7 +209,7 @@ def _is_vector(space: Space[Any]) -> bool:
 
 
 def _joined(space: Space[Any], values: Any) -> Array:
-    """Observations [steps, obs_dim], a dict's entries in its space's order."""
+    """Return observations [steps, obs_dim], with a dict's entries in its space's order."""
     if isinstance(space, Dict):
         return np.concatenate([_joined(entry, values[key]) for key, entry in space.spaces.items()], axis=1)
     array = np.asarray(values)

@@ -1,10 +1,10 @@
-"""From a dataset to online learning: steps run from -offline_steps to online_steps, and 0 is the switch.
+"""From a dataset to online learning: steps run from -offline_steps to online_steps, with the switch at 0.
 
-Before it a step is an update on the dataset; after it a step of the environment. `--retain` selects what is sampled
-then:
+Before the switch, a step is an update on the dataset. After it, a step is one of the environment. `--retain` selects
+what is sampled after the switch:
 
-- none: online transitions alone, once the frozen policy has collected `--warmup-steps` (WSRL, Zhou et al. 2025);
-- append: dataset and online transitions alike, as from one growing buffer (IQL, Kostrikov et al. 2021);
+- none: only online transitions, after the frozen policy has collected `--warmup-steps` (WSRL, Zhou et al. 2025).
+- append: dataset and online transitions alike, as from one growing buffer (IQL, Kostrikov et al. 2021).
 - mix: a fixed share of the dataset in every batch, spread evenly over it (RLPD, Ball et al. 2023; Cal-QL).
 """
 
@@ -38,14 +38,14 @@ Array = NDArray[np.float32]
 
 @dataclass
 class OfflineArgs(OffPolicyArgs):
-    """What every algorithm takes that begins with a dataset."""
+    """The arguments of every algorithm that begins with a dataset."""
 
     switch_step: ClassVar[int | None] = 0
 
     env: str = ""
-    """Gymnasium id of the environment; the dataset's own unless given."""
+    """Gymnasium id of the environment; by default, the dataset's own."""
     eval_every: int = 5_000
-    """Steps between evaluations, beside those on both sides of the switch."""
+    """Steps between evaluations, in addition to those on both sides of the switch."""
     checkpoint_every: int = 10_000
     """Steps between checkpoints."""
 
@@ -55,9 +55,9 @@ class OfflineArgs(OffPolicyArgs):
     offline_steps: NonNegativeInt = 1_000_000
     """Updates on the dataset alone."""
     online_steps: NonNegativeInt = 0
-    """Environment steps behind them, those of all environments added up."""
+    """Environment steps after the switch, summed over all environments."""
     retain: Literal["none", "append", "mix"] = "append"
-    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    """Data sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
     offline_ratio: OpenFraction = 0.5
     """With --retain mix: the dataset's share of each batch."""
     warmup_steps: NonNegativeInt = 5_000
@@ -69,8 +69,8 @@ class OfflineArgs(OffPolicyArgs):
     buffer_size: int = 1_000_000
     """Online transitions that the replay buffer holds."""
     init_from: Path | None = None
-    """A run folder of the same algorithm, with whose networks this run begins (wsrl: of cql and iql too; expo: its base
-    policy alone)."""
+    """Run folder of the same algorithm that gives the initial networks (wsrl: of cql and iql too; expo: only the base
+    policy)."""
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
@@ -103,15 +103,16 @@ T = TypeVar("T", bound=OfflineArgs)
 def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     """Return the arguments with the dataset's environment and the domain's presets, which are printed.
 
-    `presets` are by domain: locomotion, antmaze, maze2d, adroit, adroit-binary or kitchen. A domain without presets
-    gets those of locomotion, adroit-binary those of adroit. A flag that was given overrides its preset.
+    The keys of `presets` are domains: locomotion, antmaze, maze2d, adroit, adroit-binary or kitchen. A domain without
+    presets gets those of locomotion, and adroit-binary those of adroit. A flag that was given overrides its preset.
+    With `--init-from`, offline steps that the domain would set are 0.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     env = args.env or recording.env or ""
     chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": env}
     of = domain(env, args.task)
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
-    if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics' sparse ones pay 10, -0.1
+    if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics pays 10 and -0.1
         sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
     if args.init_from and args.offline_steps is BY_DOMAIN:
         chosen["offline_steps"] = 0
@@ -131,7 +132,7 @@ def run_config(folder: Path) -> dict[str, Any]:
 
 
 def domain(env: str, dataset: str) -> str:
-    """What `with_presets` tells apart, by the names of the environment and the dataset."""
+    """Return the domain, as in `with_presets`, by the names of the environment and the dataset."""
     name = f"{env} {dataset}".lower()
     words = {"antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
     words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
@@ -159,11 +160,11 @@ class OfflineToOnline(checkpoint.Part):
         """Load the dataset. `rewards` and `normalize_returns` are those of `offline.dataset.load`.
 
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
-        `discount`: batches get returns-to-go with it (Cal-QL); an online episode is sampled once it is finished then.
-        `failure`: as in `Dataset.return_to_go`, but of the raw reward. `online_returns`: false if they are needed
-        before the switch alone. `online_batch`: size of an online batch; by default `args.batch_size`, as offline.
-        `wait_for_full_batch`: the first online update waits until there are more online transitions than a batch
-        takes, as in WSRL's code. Otherwise half of the first batches would be one transition.
+        `discount`: batches get returns-to-go with it (Cal-QL). An online episode is then sampled once it is finished.
+        `failure`: as in `Dataset.return_to_go`, but as a raw reward. `online_returns`: false if returns-to-go are
+        needed only before the switch. `online_batch`: size of an online batch; by default `args.batch_size`, as
+        offline. `wait_for_full_batch`: the first online update waits until there are more online transitions than a
+        batch takes, as in WSRL's code. Otherwise half of the first batches would be one transition.
 
         Raises InputError as `load` does, and if the dataset's environment is unknown.
         """
@@ -177,7 +178,7 @@ class OfflineToOnline(checkpoint.Part):
             self.dataset = dataset = dataset.top(top)
         self.env, self.env_kwargs = dataset.evaluation_env(args.env)
         data = dataset.buffer
-        # Nothing is overwritten when the last step of all environments goes beyond the end: a run can be extended.
+        # The last step of all environments can pass the end. It must overwrite nothing, so that a run can be extended.
         capacity = min(args.buffer_size, args.online_steps + args.num_envs)
         self.online_returns = online_returns and discount is not None
         self.online = ReplayBuffer(
@@ -199,7 +200,7 @@ class OfflineToOnline(checkpoint.Part):
         }[args.retain]
         share = self._online_share(self._batch_sizes[True])
         self._first_batch = (share if wait_for_full_batch else 0) if self._offline_share < 1.0 else -1
-        other = dataset.env and self.env != dataset.env  # whose rewards may differ
+        other = dataset.env and self.env != dataset.env  # its rewards may differ
         if between := (reference(self.env) if other else None) or dataset.reference or reference(self.env):
             run.score = partial(normalized, reference=between)
         self._report(run)
@@ -220,7 +221,7 @@ class OfflineToOnline(checkpoint.Part):
         run.warn_if_no_updates(first_update, "--warmup-steps, or the first batch,")
 
     def rollout(self) -> Rollout:
-        """Return the dataset's environments. Raises InputError if their observations or actions have other sizes."""
+        """Return the run's environments. Raises InputError if their observations or actions have other sizes."""
         rollout, data = Rollout(self.env, self.args, **self.env_kwargs), self.dataset.buffer
         if (data.obs_dim, data.action_dim) != (rollout.obs_dim, rollout.action_dim):
             raise InputError(
@@ -235,8 +236,8 @@ class OfflineToOnline(checkpoint.Part):
     ) -> None:  # fmt: skip
         """Give the agent of a new run the networks of `--init-from`, and the moments of their optimisers.
 
-        From a run of one of `from_algos` it takes what both have. With `only`, it takes those attributes, for which
-        rewards do not matter. The arguments `must_match` have to be the same there. Call it before `Run.resume`, so
+        From a run of one of `from_algos`, take what both have. With `only`, take only those attributes, for which
+        rewards do not matter. The arguments `must_match` must be equal in both runs. Call it before `Run.resume`, so
         that a run that does not fit leaves no folder. Raises InputError if it does not fit.
         """
         folder = self.args.init_from
@@ -253,7 +254,7 @@ class OfflineToOnline(checkpoint.Part):
         scale, shift = saved.get("data", saved).get("rewards", own)
         if not only and not np.allclose((scale, shift), own):
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
-            raise InputError(  # the critics' values are of them
+            raise InputError(  # the critics' values depend on them
                 f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run would from {own.scale:g} · r "
                 f"{own.shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
             )
@@ -264,7 +265,7 @@ class OfflineToOnline(checkpoint.Part):
             theirs = {name: theirs.get(name, state) for name, state in state_now.items()}
         if only:
             theirs = state_now | {name: theirs[name] for name in only}
-        for name, state in state_now.items():  # settings, counters and noise are this run's
+        for name, state in state_now.items():  # settings, counters and noise remain this run's
             kind = vars(agent)[name]
             if isinstance(kind, torch.Generator | int | float | torch.optim.lr_scheduler.LRScheduler):
                 theirs[name] = state
@@ -282,7 +283,7 @@ class OfflineToOnline(checkpoint.Part):
         return bool((data.truncations[data.ends - 1] & (tails < 0)).any())
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the new online transitions; return what a checkpoint needs besides them."""
+        """Write the new online transitions. Return what a checkpoint needs besides them."""
         unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
         state = {"dataset": self._fingerprint, "unfinished": unfinished, "rewards": list(self.dataset.rewards)}
         return state | {"buffer": self.online.save(folder)}
@@ -317,7 +318,7 @@ class OfflineToOnline(checkpoint.Part):
                 self._unfinished[i].clear()
 
     def returns_to_go(self, rewards: Array, terminated: bool) -> Array:
-        """[n], of a whole episode's scaled rewards [n], by the rule of `Dataset.return_to_go`."""
+        """Return the returns-to-go [n] of an episode's scaled `rewards` [n], by the rule of `Dataset.return_to_go`."""
         discount, rest = self.discount, 0.0
         assert discount is not None
         if self.failure is not None:
@@ -331,13 +332,13 @@ class OfflineToOnline(checkpoint.Part):
         self._unfinished = [rows if whole else [] for rows, whole in zip(self._unfinished, exact, strict=True)]
 
     def _online_share(self, batch_size: int) -> int:
-        """Return how many transitions of an online batch are online ones at least."""
+        """Return how many transitions of an online batch are online ones, at least."""
         return batch_size - round(self._offline_share * batch_size)
 
     def updates_due(self, step: int, utd: int = 1) -> int:
         """Return how many updates belong to `step`: one before the switch, then `utd` for each environment.
 
-        None while the policy is frozen (`--retain none`), nor before the first full batch.
+        There are none while the policy is frozen (`--retain none`), nor before the first full batch.
         """
         if step <= 0:
             return 1
@@ -345,7 +346,7 @@ class OfflineToOnline(checkpoint.Part):
         return utd * self.args.num_envs if learns else 0
 
     def sample(self, online: bool, generator: torch.Generator) -> Batch:
-        """Return a batch for an update before or after the switch; all on the device, as in a CUDA graph."""
+        """Return a batch for an update, offline or `online`. All work is on the device, as a CUDA graph requires."""
         if online:
             return self._sample_online(self._batch_sizes[True], generator)
         return self._from_dataset(self._batch_sizes[False], generator, self._returns_to_go)
@@ -354,7 +355,7 @@ class OfflineToOnline(checkpoint.Part):
         return self.online.sample(batch_size, generator)
 
     def _from_each(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """A fixed share of the dataset, spread evenly over the batch."""
+        """Return a batch with a fixed share of the dataset, spread evenly over it."""
         offline = batch_size - self._online_share(batch_size)
         to_go = self._returns_to_go if self.online_returns else None
         parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
@@ -370,7 +371,7 @@ class OfflineToOnline(checkpoint.Part):
         return batch if to_go is None else batch._replace(returns_to_go=to_go[where])
 
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """Uniform over the rows of both buffers, as if they were one."""
+        """Return a batch drawn uniformly from the rows of both buffers, as if they were one."""
         data, online = self.dataset.buffer, self.online
         where = uniform(online.size + len(data), batch_size, generator)
         to_go = self._returns_to_go if self.online_returns else None
@@ -383,7 +384,7 @@ class OfflineToOnline(checkpoint.Part):
         return Batch(*chosen)
 
     def _interleaved(self, offline: int, batch_size: int) -> Tensor:
-        """An order in which neighbours have nearly the same share of the dataset: RLPD slices its batches."""
+        """Return an order in which each slice has nearly the same share of the dataset: RLPD slices its batches."""
         if self._order is None or len(self._order) != batch_size:
             places = [(torch.arange(n) + 0.5) / n for n in (offline, batch_size - offline)]
             self._order = torch.cat(places).argsort(stable=True).to(self.online.device)

@@ -1,4 +1,4 @@
-"""What a dataset file holds, before it becomes a replay buffer: its facts at once, its transitions in blocks."""
+"""The content of a dataset file before it becomes a replay buffer: facts are read at once, transitions in blocks."""
 
 import difflib
 import inspect
@@ -17,18 +17,20 @@ from common.errors import InputError
 from envs import make
 
 Array = NDArray[Any]
-# float32 moves a number by at most 6e-8 of its size, and an action was stored and rescaled a few times.
+# float32 rounds a number by at most 6e-8 of its size, and an action was stored and rescaled a few times.
 ROUNDING = 1e-6
-TRUSTED = ("", "envs.d4rl", "offline.environments")  # modules that the environments named in files may be of
-# What `envs.make` itself takes, so that no environment's constructor can get it.
+TRUSTED = ("", "envs.d4rl", "offline.environments")  # files may name environments of these modules
+# The arguments of `envs.make` itself. No environment's constructor can get them.
 RESERVED = sorted(
     {*inspect.signature(make.make).parameters, *inspect.signature(make.make_vector).parameters} - {"kwargs"}
 )
 
 
 class TransitionBlock(NamedTuple):
-    """n consecutive transitions: obs and next_obs [n, obs_dim], actions [n, action_dim] in the environment's own units,
-    rewards and terminations [n].
+    """n consecutive transitions.
+
+    obs and next_obs are [n, obs_dim], actions [n, action_dim] in the environment's own units, rewards and terminations
+    [n].
     """
 
     obs: Array
@@ -40,46 +42,46 @@ class TransitionBlock(NamedTuple):
 
 @dataclass(kw_only=True)
 class Episodes:
-    """What a dataset is besides its transitions, which are those of one episode after another."""
+    """The facts of a dataset except its transitions, which are stored one episode after another."""
 
     id: str
     ends: NDArray[np.int64]
     """[episodes]: one past each episode's last transition, ascending; the last is the number of transitions."""
     dropped_final_rewards: NDArray[np.float64]
-    """[episodes]: the reward of an episode's last step if that step is not among the transitions, else NaN. A lost
+    """[episodes]: the reward of an episode's last step if that step is not among the transitions, else NaN. A dropped
     reward that is NaN itself is inf here.
     """
     env: str | None = None
-    """The environment that evaluates it, as `envs.make.make` takes it; None if it is unknown."""
+    """The environment that evaluates the dataset, as `envs.make.make` takes it; None if it is unknown."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for its constructor."""
     untrusted_env: str | None = None
-    """The environment that the files name, where `env` is None because it would import a module (module:Name-v0)."""
+    """The environment (module:Name-v0) that the files name, if `env` is None because it would import a module."""
     reference: tuple[float, float] | None = None
-    """Returns that stand for the scores 0 and 100 (`offline.scores`)."""
+    """Returns that score 0 and 100 (`offline.scores`)."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """[episodes]: each episode's first transition."""
+        """Return the index of each episode's first transition: [episodes]."""
         return np.concatenate([[0], self.ends[:-1]])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[episodes]: transitions in each."""
+        """Return the number of transitions in each episode: [episodes]."""
         return np.diff(self.ends, prepend=0)
 
     def returns_of(self, rewards: Array) -> NDArray[np.float64]:
-        """Return the undiscounted sum of each episode's rewards [n], its lost one included: [episodes]."""
+        """Return the undiscounted sum of each episode's `rewards` [n], its dropped one included: [episodes]."""
         lost = np.nan_to_num(self.dropped_final_rewards, posinf=np.inf, neginf=-np.inf)
         return np.add.reduceat(rewards.astype(np.float64), self.starts) + lost
 
 
 @dataclass(kw_only=True)
 class RawDataset(Episodes):
-    """Transitions as they were recorded: nothing scaled, clipped or checked for finiteness."""
+    """Transitions as they were recorded: not scaled, not clipped, and not checked for finiteness."""
 
     obs_dim: int
     action_dim: int
@@ -90,23 +92,26 @@ class RawDataset(Episodes):
     box: tuple[Array, Array] | None = None
     """The lowest and the highest action, [action_dim]; None: only the environment knows them (`action_box`)."""
     version: tuple[Any, ...] = ()
-    """What changes when the files do."""
+    """Facts of the files that change when the files do."""
     bad_reward_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Rows of the file whose reward is not finite; steps that are not among the transitions count too."""
+    """Rows of the file whose reward is not finite, including rows that are not among the transitions."""
 
     def returns(self) -> NDArray[np.float64]:
-        """Undiscounted return of each episode [episodes], its lost reward included."""
+        """Return the undiscounted return of each episode, its dropped reward included: [episodes]."""
         return self.returns_of(self.rewards())
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The known ids that look like `name`, as the end of an error message."""
+    """Return the known ids that look like `name`, as the end of an error message."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f": did you mean {', '.join(close)}?" if close else ": give a D4RL id, a Minari id or the path of a file"
 
 
 def named_environment(name: str) -> dict[str, str]:
-    """Return a `RawDataset`'s env, or untrusted_env: a module:Name-v0 that only --env allows. A text may be neither."""
+    """Return `name` as a `RawDataset`'s env or untrusted_env, or as neither.
+
+    An untrusted_env is a module:Name-v0 that only `--env` allows.
+    """
     if name.rpartition(":")[0] in TRUSTED:
         return {"env": name}
     return {"untrusted_env": name} if re.fullmatch(r"[\w.]+:[\w./-]{1,100}", name) else {}
@@ -130,10 +135,10 @@ def _numbers(value: Any) -> Array:
     numbers = np.asarray(value)
     if numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
         raise TypeError
-    return numbers.astype(np.float64)  # differences of small integers overflow
+    return numbers.astype(np.float64)  # differences of small integer types overflow
 
 
-# The attributes that a dataset may have: how each is read, and what it must be.
+# The attributes that a dataset can have: how each is read, and what it must be.
 ATTRIBUTES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "env": (_text, "a text"),
     "env_kwargs": (_dict, f"a dict in JSON without the keys {', '.join(RESERVED)}"),
@@ -145,7 +150,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim: int) -> dict[str, Any]:
-    """Return those fields of a `RawDataset` that are in `attributes`: its environment, box and reference.
+    """Return the fields of a `RawDataset` that `attributes` hold: its environment, box and reference.
 
     Raises InputError if one is not what it must be, or if two do not fit together.
     """
@@ -193,7 +198,7 @@ def _box(source: object, low: Array, high: Array, action_dim: int) -> tuple[Arra
 
 
 def not_imported(source: str, env: str) -> InputError:
-    """Return the error that says that `source` names the environment `env` of a module, and how to allow it."""
+    """Return the error for a `source` that names the environment `env` of a module, with the way to allow it."""
     return InputError(
         f"{source} names the environment {env}, but modules named in files are not imported\n"
         f"give --env {env} to allow it"
@@ -201,7 +206,7 @@ def not_imported(source: str, env: str) -> InputError:
 
 
 def box_cure(recording: RawDataset, env: str | None = None) -> str:
-    """Return what to do about a box of actions that is unknown or wrong; `env`: the environment that the user gave."""
+    """Return what to do about a box of actions that is unknown or wrong. `env` is what the user gave as `--env`."""
     is_file = Path(recording.id).is_file()
     if recording.box:
         return "check action_low and action_high" if is_file else "check its action space"
@@ -210,8 +215,9 @@ def box_cure(recording: RawDataset, env: str | None = None) -> str:
 
 
 def action_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
-    """Return the lowest and the highest action, [action_dim]: as the dataset states them, else as the environment
-    does: `env`, or the one that the dataset names.
+    """Return the lowest and the highest action, [action_dim] each.
+
+    They are those that the dataset states, else those of `env`, else those of the environment that the dataset names.
 
     Raises InputError if neither states them, or if the environment's actions have another size.
     """
@@ -219,7 +225,7 @@ def action_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Ar
 
 
 def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
-    """Return the lowest and the highest action, [action_dim], of `env` or of the environment that the dataset names.
+    """Return the lowest and the highest action, [action_dim] each, of `env` or else of the dataset's environment.
 
     Raises InputError if there is none, if it does not start, or if its actions have another size.
     """
@@ -240,9 +246,9 @@ def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Arra
 
 
 def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
-    """Print a line if the box that the dataset states is not that of `env`, or of the environment that it names.
+    """Print a warning if the dataset's stated box is not that of `env`, or else of the environment that it names.
 
-    Raises InputError as `environment_box`.
+    Raises InputError as `environment_box` does.
     """
     if recording.box is None:
         return
@@ -260,9 +266,10 @@ def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
 def warn_of_actions_outside(
     recording: RawDataset, env: str | None, box: tuple[Array, Array], count: int, farthest: Array, kept: bool
 ) -> None:
-    """Print a line if `count` transitions have actions outside the box: where that is worst, relative to its width.
+    """Print a warning if `count`, the number of transitions with actions outside the box, is not 0.
 
-    `farthest` [action_dim]: how far outside, at most. `env`: as in `action_box`. `kept`: they are not clipped.
+    The warning is about the dimension that is worst, relative to its width. `farthest` [action_dim]: the largest
+    distance outside the box. `env`: as in `action_box`. `kept`: whether those actions are not clipped.
     """
     if not count:
         return
@@ -276,9 +283,9 @@ def warn_of_actions_outside(
 
 
 def distance_outside(actions: Array, low: Array, high: Array) -> Array:
-    """Return how far each number of actions [n, action_dim] lies above `high` or below `low`; inside it is negative.
+    """Return how far each number of actions [n, action_dim] is above `high` or below `low`; it is negative inside.
 
-    It is 0 at the bound and within ROUNDING of it.
+    It is 0 at a bound and within ROUNDING of it.
     """
     actions = actions.astype(np.float64, copy=False)  # unsigned integers wrap around
     distance = np.maximum(low - actions, actions - high)

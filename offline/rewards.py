@@ -8,7 +8,7 @@ Rewards = TypeVar("Rewards", float, NDArray[Any])
 
 
 class RewardTransform(NamedTuple):
-    """scale · r + shift, of one reward or of an array."""
+    """scale · r + shift, for one reward or an array."""
 
     scale: float = 1.0
     shift: float = 0.0

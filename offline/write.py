@@ -1,4 +1,4 @@
-"""A dataset onto disk, as one HDF5 file in D4RL's layout or as a Minari dataset: either whole or not there."""
+"""Write a dataset as one HDF5 file in D4RL's layout or as a Minari dataset. It is either whole or not there."""
 
 import dataclasses
 import io
@@ -27,16 +27,16 @@ from common import checkpoint
 from common.errors import InputError, RunError
 
 Array = NDArray[Any]
-Infos = dict[str, Array]  # by name [2, n]: a number that came with obs, and with next_obs, of each transition
-MINARI = "minari:"  # what an output begins with that is a dataset's id, not a file
+Infos = dict[str, Array]  # by name [2, n]: each transition's number that came with obs, and with next_obs
+MINARI = "minari:"  # prefix of an output that is a dataset's id, not a file
 
 
 class Transitions(NamedTuple):
-    """Episodes one after another, each in the order of time; the last transition of each is marked as its end.
+    """Episodes one after another, each in the order of time. The last transition of each is marked as its end.
 
-    obs and next_obs [n, obs_dim], actions [n, action_dim] in the environment's own units, rewards [n]: float32, but
-    for actions in the environment's own precision. terminations, truncations, cuts [n]: bool; `cuts` are the ends that
-    the collection made, where the environment would have gone on.
+    obs and next_obs [n, obs_dim] and rewards [n] are float32. actions [n, action_dim] are in the environment's own
+    units and precision. terminations, truncations and cuts [n] are bool. `cuts` are ends that the collection made and
+    after which the environment would have continued.
     """
 
     obs: Array
@@ -53,15 +53,15 @@ class Transitions(NamedTuple):
         return timeouts
 
     def episodes(self) -> Iterator[slice]:
-        """Where each episode stands."""
+        """Yield the slice of each episode."""
         ends = np.flatnonzero(self.terminations | self.timeouts) + 1
         yield from map(slice, [0, *ends[:-1].tolist()], ends.tolist())
 
 
 def recipe_at(output: str) -> dict[str, Any] | None:
-    """The recipe of what is at `output` already; None where nothing is, and a dataset can be written there.
+    """Return the recipe of the dataset at `output`, or None if nothing is there and a dataset can be written.
 
-    Raises InputError where something else is there, or where it cannot be written.
+    Raises InputError if something else is there, or if `output` cannot be written.
     """
     try:
         return _recipe_of_minari(output.removeprefix(MINARI)) if output.startswith(MINARI) else _recipe_of_file(output)
@@ -97,7 +97,7 @@ def _recipe_of_minari(dataset_id: str) -> dict[str, Any] | None:
     if folder.exists():
         return dict(json.loads(str(MinariStorage.read_raw_metadata(folder / "data")["recipe"])))
     aside = _aside(folder)
-    shutil.rmtree(aside, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(aside, ignore_errors=True)  # left by a command that was killed
     aside.mkdir(parents=True)
     aside.rmdir()
     return None
@@ -111,12 +111,12 @@ def write_d4rl(
     recipe: dict[str, Any],
     ref_scores: tuple[float, float] | None = None,
 ) -> None:
-    """Writes D4RL's datasets: observations, actions, rewards, next_observations (float32), terminals, timeouts (bool).
+    """Write D4RL's arrays: observations, actions, rewards, next_observations (float32), terminals, timeouts (bool).
 
     Attributes: env and env_kwargs (to make the environment), action_low and action_high (the box of its actions), the
-    recipe (JSON), ref_min_score and ref_max_score if given. `env`: the environment as gym.make makes it.
+    recipe (JSON), and ref_min_score and ref_max_score if given. `env`: the environment as gym.make makes it.
 
-    Raises RunError where the disk does not take it.
+    Raises RunError if the file cannot be written.
     """
     box: Any = env.action_space
     datasets = {
@@ -136,7 +136,7 @@ def write_d4rl(
         "recipe": json.dumps(recipe, indent=2),
         **_scores(ref_scores),
     }
-    data = io.BytesIO()  # in memory first: on a full disk HDF5 ends with errors of its own, more than once
+    data = io.BytesIO()  # in memory first: on a full disk, HDF5 raises errors of its own, more than once
     with h5py.File(data, "w") as file:
         for name, values in datasets.items():
             file.create_dataset(name, data=values, compression="gzip", shuffle=True, fletcher32=True)
@@ -156,19 +156,19 @@ def write_minari(
     ref_scores: tuple[float, float] | None = None,
     infos: Infos | None = None,
 ) -> None:
-    """Writes the Minari dataset `dataset_id` into MINARI_DATASETS_PATH (~/.minari/datasets unless set).
+    """Write the Minari dataset `dataset_id` into $MINARI_DATASETS_PATH (default: ~/.minari/datasets).
 
-    Observations and actions have the structure and precision of the environment's own spaces (`env`: as gym.make makes
-    it), and its whole spec is stored. A cut is a truncation. An episode's `infos` begin with those of its reset. The
-    recipe (JSON) is in the metadata.
+    `env` is the environment as gym.make makes it. Observations and actions have the structure and precision of its own
+    spaces, and its whole spec is stored. A cut is stored as a truncation. An episode's `infos` begin with those of its
+    reset. The recipe (JSON) is in the metadata.
 
-    Raises RunError where the disk does not take it.
+    Raises RunError if the dataset cannot be written.
     """
     folder = get_dataset_path(dataset_id)
     aside = _aside(folder)
     try:
         (aside / "data").mkdir(parents=True)
-        # By its storage, not create_dataset_from_buffers: that one writes where readers look, bit by bit.
+        # Through the storage: create_dataset_from_buffers writes bit by bit into the folder that readers use.
         storage = MinariStorage.new(aside / "data", env.observation_space, env.action_space, _whole_spec(env))
         storage.update_metadata(
             {
@@ -180,7 +180,7 @@ def write_minari(
                 **_scores(ref_scores),
             }
         )
-        # In memory first: on a full disk HDF5 crashes the process. h5py takes a file object where it takes a path.
+        # In memory first: on a full disk, HDF5 crashes the process. h5py takes a file object as well as a path.
         path, empty = storage._file_path, Path(storage._file_path).read_bytes()
         storage._file_path = io.BytesIO(empty)
         try:
@@ -207,9 +207,10 @@ def write_minari(
 
 
 def _whole_spec(env: gym.Env[Any, Any]) -> EnvSpec | None:
-    """Return the spec with its time limit, as `gym.make` of its id gives it; None, with a warning, if JSON cannot.
+    """Return the spec with its time limit, as `gym.make` of its id gives it.
 
-    A class that was registered as such is named by its module, so that readers find it too.
+    A class that was registered itself is stored as module:Class, so that readers find it too. If the spec does not fit
+    into JSON, print a warning and return None.
     """
     assert env.spec is not None
     registered = gym.registry.get(env.spec.id, env.spec)
@@ -243,7 +244,7 @@ def _buffers(transitions: Transitions, env: gym.Env[Any, Any], infos: Infos) -> 
 
 
 def _structured(space: gym.Space[Any], obs: Array) -> Any:
-    """Flat obs [n, obs_dim] in the form of `space`: an array [n, ...], or a dict of them."""
+    """Return flat obs [n, obs_dim] in the form of `space`: an array [n, ...], or a dict of them."""
     if not isinstance(space, Dict):
         return np.stack([unflatten(space, row) for row in obs])
     ends = np.cumsum([flatdim(each) for each in space.values()])
@@ -256,7 +257,7 @@ def _scores(between: tuple[float, float] | None) -> dict[str, float]:
 
 
 def _aside(folder: Path) -> Path:
-    """Hidden, so that Minari does not list it."""
+    """Return a hidden folder next to `folder`, so that Minari does not list it."""
     return folder.with_name(f".{folder.name}.part")
 
 
