@@ -245,6 +245,16 @@ class TestFromDatasets:
         differences = offline_report.expo_differences(curves.successes).markdown().splitlines()[2:]
         assert differences == ["| maze, 10 steps | RLPD | 1 | 50.0 | 50.0 |"]
 
+    def test_rlpd_beside_its_earlier_runs(self, results: Callable[..., None]):
+        """At the last step that the runs of the shared seeds all reached."""
+        results("expo", "rlpd", "a", 1, s0=0.0, s10=30.0)
+        assert "not run" in offline_report.rlpd_table().markdown()
+        results("ablations", "rlpd-by-wsrl", "a", 1, s0=0.0, s10=10.0, s20=90.0)
+        results("ablations", "rlpd-by-wsrl", "a", 2, s0=0.0, s5=1.0)  # a seed that the other does not have
+        results("expo", "base", "a", 1, s0=0.0, s10=30.0)
+        row = "| a, 10 steps | 30.0 (1) | 10.0 (1) | 20.0 | 20.0 |"
+        assert offline_report.rlpd_table().markdown().splitlines()[2:] == [row]
+
 
 def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     (tmp_path / "run").mkdir()

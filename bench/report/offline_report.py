@@ -1,6 +1,6 @@
-"""Tables of what was learned from datasets, and online behind them, from the runs in results/ alone.
+"""Tables of runs on datasets, and of online learning after them, from the runs in results/ alone.
 
-Scores are those of `offline.scores`, or the share of the episodes that succeed, of the policy as it is evaluated.
+Scores are those of `offline.scores`, or the share of episodes that succeed, in the runs' evaluations.
 """
 
 import statistics
@@ -12,12 +12,12 @@ from bench.report.tables import Table, spread
 from bench.sweep.suite import PEER, PEERS, labels
 
 ALGORITHMS = labels("offline-own")
-UPDATES = (20_000, 100_000)  # after which the tables show the scores
-Column = Callable[[Curve, int], float]  # of a seed's curve, and of the last step that all got to
+UPDATES = (20_000, 100_000)  # the tables show the scores after these
+Column = Callable[[Curve, int], float]  # of a seed's curve, and of the last step that all seeds reached
 
 
 def offline_table() -> Table:
-    """Scores after so many updates of every algorithm on every dataset, beside the behaviour's."""
+    """Return the scores of every algorithm on every dataset after UPDATES, next to the behaviour policy's."""
     found = by_updates()
     table = Table(["", "updates", "behaviour", *ALGORITHMS.values()])
     for dataset in sorted({dataset for _, dataset in found}):
@@ -30,12 +30,12 @@ def offline_table() -> Table:
 
 
 def last_five(curve: Curve, last: int) -> float:
-    """The mean of the last five evaluations until `last`, that of the untrained networks not among them."""
+    """Return the mean of the last five evaluations up to `last`, without that of the untrained networks."""
     return statistics.mean(score for _, score in sorted(c for c in curve.items() if 0 < c[0] <= last)[-5:])
 
 
 def d3rlpy_table() -> Table:
-    """Ours beside d3rlpy's over the datasets and seeds that both were run on: interquartile means."""
+    """Return our and d3rlpy's interquartile means over the datasets and seeds that both were run on."""
     found = by_updates()
     heads = "", "updates", "datasets, seeds of each", "onramp", "d3rlpy", "onramp, last five evaluations", "d3rlpy"
     table = Table(heads)
@@ -58,7 +58,7 @@ def d3rlpy_table() -> Table:
 
 
 def online_table() -> Table:
-    """Before the switch, behind it, at the end, and the regret: 1 less a hundredth of the online evaluations' mean."""
+    """Return the scores at the switch and at the end, and the regret: 1 - (mean of the online evaluations) / 100."""
     table = Table(("", "online steps", "before", "after", "regret"))
     for (algo, dataset), seeds in scores("online").items():
         last = min(max(curve) for curve in seeds.values())
@@ -76,9 +76,9 @@ def comparison(suite: str, of: Callable[[str], Curves] = scores) -> dict[str, di
 
 
 def comparison_table(suite: str, columns: dict[str, Column], of: Callable[[str], Curves] = scores) -> Table:
-    """A line for each dataset and variant: `columns` are of its seeds' curves and the last step that all got to. Behind
-    them, where there are two such variants, those that have every seed of every dataset: each column's interquartile
-    mean over all of these.
+    """Return a row for each dataset and variant. `columns` take a seed's curve, and the last step that all reached.
+
+    If two variants or more have every seed of every dataset, their interquartile means over all runs follow.
     """
     table = Table(["", "", *columns, "minutes"])
     compared, took, variants = comparison(suite, of), minutes_per_step(suite), labels(suite)
@@ -100,22 +100,22 @@ def comparison_table(suite: str, columns: dict[str, Column], of: Callable[[str],
 
 
 def at(curve: Curve, step: int) -> float:
-    """The last evaluation not behind that step."""
+    """Return the value of the last evaluation up to that step."""
     return curve[max(evaluated for evaluated in curve if evaluated <= step)]
 
 
 def behind_switch(curve: Curve, last: int) -> list[float]:
-    """The evaluations behind the switch, until `last`."""
+    """Return the evaluations after the switch, up to `last`."""
     return [score for step, score in curve.items() if 0 < step <= last]
 
 
 def mean_online(curve: Curve, last: int) -> float:
-    """The mean of the evaluations behind the switch, until `last`."""
+    """Return the mean of the evaluations after the switch, up to `last`."""
     return statistics.mean(behind_switch(curve, last))
 
 
 def wsrl_table(suite: str = "wsrl") -> Table:
-    """What WSRL and the paper's comparisons score at the switch, at worst behind it, on the way, and at the end."""
+    """Return the scores of WSRL and the paper's comparisons: at the switch, the lowest, the mean, and at the end."""
     columns: dict[str, Column] = {
         "at the switch": lambda curve, _: curve[0],
         "lowest": lambda curve, last: min(behind_switch(curve, last)),
@@ -126,8 +126,10 @@ def wsrl_table(suite: str = "wsrl") -> Table:
 
 
 def expo_table(of: Callable[[str], Curves] = scores) -> Table:
-    """What EXPO, its ablations and RLPD score, or how often they succeed, at the switch, half way and at the end of the
-    shortest run, and on the way."""
+    """Return the scores, or success rates, of EXPO, its ablations and RLPD.
+
+    Columns are at the switch, half way and at the end of the shortest run, and the mean of all evaluations.
+    """
     columns: dict[str, Column] = {
         "at the switch": lambda curve, _: curve[0],
         "half way": lambda curve, last: at(curve, last // 2),
@@ -137,20 +139,38 @@ def expo_table(of: Callable[[str], Curves] = scores) -> Table:
     return comparison_table("expo", columns, of)
 
 
+def of_shared_seeds(ours: dict[str, Curve], theirs: dict[str, Curve]) -> tuple[list[list[Curve]], int]:
+    """Return the curves of the seeds that both have, in the same order, and the last step that all of these reached."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    both = [[runs[seed] for seed in seeds] for runs in (ours, theirs)]
+    return both, min((max(curve) for runs in both for curve in runs), default=0)
+
+
 def expo_differences(of: Callable[[str], Curves] = scores) -> Table:
-    """By how much EXPO is above each of the others, seed by seed, at the same number of steps."""
+    """Return by how much EXPO is above each of the others, seed by seed, after the same number of steps."""
     table = Table(("", "EXPO less", "seeds", "at the end", "mean of all evaluations"))
     for dataset, found in comparison("expo", of).items():
-        ours = found.get(labels("expo")["expo"], {})
+        ours = found.pop(labels("expo")["expo"], {})
         for name, theirs in found.items():
-            seeds = sorted(ours.keys() & theirs.keys())
-            if theirs is ours or not seeds:
-                continue
-            last = min(max(runs[seed]) for runs in (ours, theirs) for seed in seeds)
-            both = [[runs[seed] for seed in seeds] for runs in (ours, theirs)]
-            cells = [
-                mean_difference(*([value(curve, last) for curve in runs] for runs in both)).text(1)
-                for value in (at, mean_online)
-            ]
-            table.rows.append([f"{dataset}, {last:,} steps", name, str(len(seeds)), *cells])
+            both, last = of_shared_seeds(ours, theirs)
+            if last:
+                values = ([[value(curve, last) for curve in runs] for runs in both] for value in (at, mean_online))
+                cells = [mean_difference(*each).text(1) for each in values]
+                table.rows.append([f"{dataset}, {last:,} steps", name, str(len(both[0])), *cells])
+    return table
+
+
+def rlpd_table(of: Callable[[str], Curves] = scores) -> Table:
+    """Return what `rlpd.py` scores, and what `wsrl.py` with RLPD's losses scored, which made these runs in 0.1."""
+    ends = "rlpd.py at the end", "wsrl.py at the end"
+    table = Table(("", *ends, "difference", "difference of all evaluations"))
+    before = of("ablations")
+    for (variant, dataset), ours in sorted(of("expo").items()):
+        both, last = of_shared_seeds(ours, before.get(("rlpd-by-wsrl", dataset), {}))
+        if variant == "rlpd" and last:
+            last_values, all_values = (
+                [[value(curve, last) for curve in runs] for runs in both] for value in (at, mean_online)
+            )
+            cells = [*map(spread, last_values), *(mean_difference(*each).text(1) for each in (last_values, all_values))]
+            table.rows.append([f"{dataset}, {last:,} steps", *cells])
     return table

@@ -1,8 +1,9 @@
-"""The tables of README and docs, the figures in results/ and the page results/report.html, from the raw data there and
-nothing else.
+"""Make the tables of README and docs, the figures in results/ and the page results/report.html.
+
+They are made from the raw data in results/ and nothing else.
 
 python bench/report/report.py            # rewrites them
-python bench/report/report.py --check    # ends with 1 where they are not what the data says
+python bench/report/report.py --check    # exits with 1 if they differ from what the data give
 """
 
 import ast
@@ -24,6 +25,7 @@ from bench.report.offline_report import (
     expo_table,
     offline_table,
     online_table,
+    rlpd_table,
     wsrl_table,
 )
 from bench.report.page import whole_page
@@ -37,14 +39,14 @@ RESULTS = ROOT / "results"
 
 @dataclass(frozen=True)
 class Args:
-    """What to do."""
+    """Rewrite, or check."""
 
     check: bool = False
-    """Only compare."""
+    """Only compare; write nothing."""
 
 
 def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
-    """Of each measurement beside `peer`: facts, medians over the rounds, and medians of the rounds' ratios to ours."""
+    """Yield facts, medians over the rounds, and medians of ours / contender for each measurement against `peer`."""
     for path in sorted((RESULTS / "speed").glob("*.csv")):
         facts, rates = read_rounds(path)
         if peer in rates:
@@ -52,7 +54,7 @@ def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
 
 
 def speed_table() -> Table:
-    """Environment steps per second beside the peers."""
+    """Return our and the peers' environment steps per second."""
     table = Table(("", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"))
     for facts, median, ratio in speeds("sb3"):
         alone, floor = float(facts.get("our update alone in ms", "nan")), median.get("floor")
@@ -63,7 +65,7 @@ def speed_table() -> Table:
 
 
 def speed_beside(peer: str) -> Table:
-    """Steps per second beside one peer, d3rlpy on a dataset or a plain loop."""
+    """Return our steps per second and one peer's: d3rlpy on a dataset, or a plain loop."""
     table = Table(("", "onramp", peer, f"onramp / {peer}", "step / floor"))
     for facts, median, ratio in speeds(peer):
         step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
@@ -73,7 +75,7 @@ def speed_beside(peer: str) -> Table:
 
 
 def datasets_table() -> Table:
-    """What is in each dataset of our own suite."""
+    """Return the contents of each dataset of our own suite."""
     heads = "", "transitions", "episodes, terminated", "return: mean, min to max", "score", "TQ", "SACo"
     table = Table(heads)
     for path in sorted((RESULTS / "datasets").glob("*.json")):
@@ -97,7 +99,7 @@ def algorithms_table() -> Table:
 
 
 def loading_table() -> Table:
-    """Seconds and memory of each loader, medians over the rounds."""
+    """Return seconds and memory of each loader, as medians over the rounds."""
     table = Table(("", "seconds", "at the peak", "transitions"))
     median = pd.read_csv(RESULTS / "loading.csv", comment="#").groupby("contender").median()
     names = {"ours": "onramp", "d3rlpy": "d3rlpy 2.8.1", "qlearning_dataset": "D4RL's qlearning_dataset"}
@@ -121,6 +123,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },
     "docs/td3.md": {"td3 settings": partial(settings_table, "td3", "td3-authors", "the authors' setting", (100_000,))},
+    "docs/rlpd.md": {"rlpd": rlpd_table, "rlpd successes": partial(rlpd_table, successes)},
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
     "docs/wsrl.md": {"wsrl": wsrl_table, "wsrl longer": partial(wsrl_table, "wsrl-longer")},
     "docs/expo.md": {
@@ -133,7 +136,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
 
 
 def with_tables(text: str, tables: dict[str, Callable[[], Table]]) -> str:
-    """A page with what stands between its markers made anew."""
+    """Return a page with the tables between its markers made again."""
     for name, table in tables.items():
         before, rest = text.split(f"<!-- {name}, by make report -->\n", 1)
         after = rest.split("<!-- end -->", 1)[1]
