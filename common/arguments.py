@@ -27,6 +27,7 @@ class Unset(enum.Enum):
     BY_DOMAIN = "by the dataset's domain"
     BY_SIZE = "by --size"
     WITH_CUDA = "with CUDA"
+    IF_IT_PAYS = "on the CPU, if the run is long enough"
 
     def __str__(self) -> str:
         return self.value
@@ -36,6 +37,7 @@ class Unset(enum.Enum):
 BY_DOMAIN: Any = Unset.BY_DOMAIN
 BY_SIZE: Any = Unset.BY_SIZE
 WITH_CUDA: Any = Unset.WITH_CUDA
+IF_IT_PAYS: Any = Unset.IF_IT_PAYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,7 @@ class RunArgs:
     """Arguments of every algorithm."""
 
     extendable: ClassVar[tuple[str, ...]] = ()  # arguments that may be larger when a run is resumed
+    worth_compiling: ClassVar[int] = 200_000  # steps that save the time of compiling (docs/cpu.md)
     switch_step: ClassVar[int | None] = None  # the last step on a dataset alone, with an evaluation on both sides
 
     env: str = "HalfCheetah-v4"
@@ -162,12 +165,14 @@ class RunArgs:
     """Step environments one after another, each in its own process, or in EnvPool's threads (docs/environments.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of networks and replay buffer; auto: CUDA if available, else the CPU."""
-    compile: bool = False
-    """Run the update through torch.compile."""
+    compile: bool = IF_IT_PAYS
+    """On the CPU, record updates and compile them (docs/cpu.md). On CUDA, use torch.compile too."""
     cuda_graph: bool = True
     """On CUDA, run update and acting as captured graphs, which launch all their kernels at once."""
     tf32: bool = False
     """On CUDA, multiply matrices with 10 bits of mantissa, not 23, as JAX does; faster for large networks."""
+    products: Literal["float32", "bfloat16"] = "float32"
+    """On the CPU, the type in which matrices are multiplied; bfloat16 has 8 bits of mantissa (docs/cpu.md)."""
     run_dir: Path | None = None
     """Run folder; None: runs/<algorithm>__<env or dataset>__<seed>."""
     eval_every: int = 5_000
@@ -204,6 +209,7 @@ class RunArgs:
 class OffPolicyArgs(RunArgs):
     """Arguments of every algorithm that learns while it acts."""
 
+    worth_compiling: ClassVar[int] = 20_000  # an update at every step saves more
     # A run can be extended, because only --overlap's last updates depend on where it ends.
     extendable: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
 

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from common import checkpoint
 from common.acting import Agent
 from common.arguments import WITH_CUDA, OffPolicyArgs, RunArgs
-from common.cuda import GraphedFunction, compiled, device
+from common.cuda import device
 from common.errors import Finished, InputError
 from common.evaluate import Act, Episode
+from common.launch import Launch
 from common.logger import Logger, start_wandb
-from common.onednn import keep_freed_memory
+from common.onednn import keep_freed_memory, set_products
 from common.provenance import commit, hardware, versions
 from common.run_folder import CONFIG, DONE, LOCK, is_finished, lock_of, read_config, read_last_evaluation, state_path
 from common.timings import Timings
@@ -109,8 +110,10 @@ class Run:
         # That may take half of a run of 200,000 steps. Threads made later inherit this setting.
         torch.set_flush_denormal(True)
         keep_freed_memory()
+        set_products(args.products)
         self.name, self.folder = name_and_folder(algo, args)
         self.device = device(args.device, args.tf32)
+        self.launch = Launch(args, self.device)
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
         self._signal = 0
@@ -132,6 +135,7 @@ class Run:
         Raises InputError if the folder cannot be written, or if the checkpoint is damaged or has other parts.
         """
         self._agent, self._rollout, self._parts = agent, rollout, parts
+        self.launch.agent = agent
         saved = self._open()
         if saved is None:
             rollout.reset()
@@ -166,15 +170,15 @@ class Run:
                     f"{self.folder} has a checkpoint of another version ({', '.join(sorted(differ))} differ): "
                     "resume it with the commit in its config.json, or give another --run-dir"
                 )
-        config = self.folder / CONFIG
-        if self._grown or not config.exists():
+        self.launch.is_resumed = saved is not None
+        note = self.launch.prepare()
+        if self._grown or note or not (self.folder / CONFIG).exists():
             (self.folder / DONE).unlink(missing_ok=True)
-            facts = self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)}
-            with checkpoint.replacing(config) as file:
-                file.write(json.dumps(facts, indent=2).encode())
+            self._write_config(self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)})
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
         self.logger.score = self.score
+        self.launch.notify = self._note_form
         self._previous_step = self.step
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # only the main thread can handle signals
@@ -183,6 +187,8 @@ class Run:
                 self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
         if saved is None:
             self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
+            if note:
+                self.logger.say(note)
             return None
         self.logger.say(f"{self.name}: goes on from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
@@ -194,6 +200,15 @@ class Run:
             changed = [name for name, version in versions().items() if before.get(name) != version]
             self.logger.say(f"warning: {', '.join(changed)} changed since it began; it is not bit for bit the same run")
         return saved
+
+    def _write_config(self, facts: dict[str, Any]) -> None:
+        with checkpoint.replacing(self.folder / CONFIG) as file:
+            file.write(json.dumps(facts | {"form": self.launch.form}, indent=2).encode())
+
+    def _note_form(self, message: str) -> None:
+        """Print what `launch` reports, and store the form, which may have changed."""
+        self.logger.say(message)
+        self._write_config(self._made_by())
 
     @property
     def step(self) -> int:
@@ -234,24 +249,13 @@ class Run:
         return Updater(self.graphed(function, generator), should_defer, self.timings)
 
     def graphed(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
-        """Return the function, compiled with `--compile`, and as CUDA graphs with `--cuda-graph` on a GPU.
-
-        `common.cuda.GraphedFunction` documents what it may do. It draws from `generator`.
-        """
-        if self.args.compile:
-            function = compiled(function)
-        return GraphedFunction(function, generator) if self._captures else function
+        """Return the function, which draws from `generator`, in the run's form (`common.launch`)."""
+        return self.launch(function, generator)
 
     def policy(self, agent: Agent) -> Act:
         """Return the agent's `act`, for training. Raises InputError if a checkpoint cannot hold the agent."""
         checkpoint.require_saveable(agent)  # now, not at the first checkpoint
-        act: Act = agent.act
-        if self._captures:
-            method: Callable[..., torch.Tensor] = act.__wrapped__  # type: ignore[attr-defined]
-            actions = GraphedFunction(torch.no_grad()(method), agent.generator)
-
-            def act(obs: NDArray[Any]) -> NDArray[np.float32]:
-                return actions(agent, torch.from_numpy(obs)).to("cpu", copy=True).numpy()
+        act = self.launch.policy(agent)
 
         def timed_act(obs: NDArray[Any]) -> NDArray[np.float32]:
             with self.timings("act"):
@@ -259,15 +263,12 @@ class Run:
 
         return timed_act
 
-    @property
-    def _captures(self) -> bool:
-        return self.device.type == "cuda" and self.args.cuda_graph
-
     def report(self, metrics: Metrics) -> None:
         """Log, evaluate and write a checkpoint, if due at this step. After a signal, write one and exit.
 
-        `metrics` are cleared once they are logged.
+        `metrics` are cleared once they are logged. Raises RunError if an update is out of date (`common.launch`).
         """
+        self.launch.check()
         if self._due(LOG_EVERY):
             self.logger.log(metrics | self._rollout.statistics() | self.timings.take())
             metrics.clear()
@@ -348,6 +349,7 @@ class Run:
                 raise InputError(f"{self.folder} is not empty and not a run folder: give another --run-dir")
             return
         made_by = self._made_by()
+        self.launch.form = made_by.get("form", self.launch.form)
         # An argument that is newer than the run had the effect of its default.
         defaults = {field.name: field.default for field in dataclasses.fields(self.args)}
         defaults = json.loads(json.dumps(defaults, default=str))

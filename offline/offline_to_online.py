@@ -169,7 +169,6 @@ class OfflineToOnline(checkpoint.Part):
         Raises InputError as `load` does, and if the dataset's environment is unknown.
         """
         self.args, self._algo, self._folder = args, run.algo, run.folder
-        self._batch_sizes = {False: args.batch_size, True: online_batch or args.batch_size}  # offline, online
         self.dataset = dataset = load(
             args.dataset, run.device, rewards=rewards, normalize_returns=normalize_returns, compat=args.d4rl_compat,
             horizon=args.horizon, env=args.env,
@@ -190,7 +189,6 @@ class OfflineToOnline(checkpoint.Part):
         if discount is not None:
             to_go = dataset.return_to_go(discount, self.failure)
             self._returns_to_go = torch.from_numpy(to_go).to(run.device)
-        self._order: Tensor | None = None
         self._fingerprint = dataset.fingerprint()
         # --retain: the sampler, the dataset's share of a batch, and the steps without updates.
         self._sample_online, self._offline_share, self._warmup_steps = {
@@ -198,12 +196,19 @@ class OfflineToOnline(checkpoint.Part):
             "append": (self._from_both, 1.0, 0),
             "mix": (self._from_each, args.offline_ratio, 0),
         }[args.retain]
-        share = self._online_share(self._batch_sizes[True])
+        share = self._set_batch_sizes(offline=args.batch_size, online=online_batch or args.batch_size)
         self._first_batch = (share if wait_for_full_batch else 0) if self._offline_share < 1.0 else -1
         other = dataset.env and self.env != dataset.env  # its rewards may differ
         if between := (reference(self.env) if other else None) or dataset.reference or reference(self.env):
             run.score = partial(normalized, reference=between)
         self._report(run)
+
+    def _set_batch_sizes(self, offline: int, online: int) -> int:
+        """Set the sizes of offline and online batches, and return the online transitions in an online batch."""
+        self._batch_sizes = {False: offline, True: online}
+        share = self._online_share(online)
+        self._order = _interleaved(online - share, share).to(self.online.device)
+        return share
 
     def _report(self, run: Run) -> None:
         """Print the dataset's size, and warnings."""
@@ -355,12 +360,11 @@ class OfflineToOnline(checkpoint.Part):
         return self.online.sample(batch_size, generator)
 
     def _from_each(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """Return a batch with a fixed share of the dataset, spread evenly over it."""
+        """Return a batch with a fixed share of the dataset, spread evenly over it: RLPD slices its batches."""
         offline = batch_size - self._online_share(batch_size)
         to_go = self._returns_to_go if self.online_returns else None
         parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
-        order = self._interleaved(offline, batch_size)
-        return Batch(*(torch.cat(pair).index_select(0, order) for pair in zip(*map(_fields, parts), strict=True)))
+        return Batch(*(torch.cat(pair).index_select(0, self._order) for pair in zip(*map(_fields, parts), strict=True)))
 
     def _from_dataset(self, batch_size: int, generator: torch.Generator, to_go: Tensor | None) -> Batch:
         data = self.dataset.buffer
@@ -383,12 +387,10 @@ class OfflineToOnline(checkpoint.Part):
         )
         return Batch(*chosen)
 
-    def _interleaved(self, offline: int, batch_size: int) -> Tensor:
-        """Return an order in which each slice has nearly the same share of the dataset: RLPD slices its batches."""
-        if self._order is None or len(self._order) != batch_size:
-            places = [(torch.arange(n) + 0.5) / n for n in (offline, batch_size - offline)]
-            self._order = torch.cat(places).argsort(stable=True).to(self.online.device)
-        return self._order
+
+def _interleaved(*counts: int) -> Tensor:
+    """Return an order of rows in groups of `counts`, in which each slice has nearly the same share of each group."""
+    return torch.cat([(torch.arange(n) + 0.5) / n for n in counts]).argsort(stable=True)
 
 
 def _fields(batch: Batch) -> list[Tensor]:

@@ -7,14 +7,12 @@ import json
 import sys
 import types
 from collections.abc import Callable
-from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-import torch
 from conftest import ALGORITHMS, OFFLINE, PENDULUM, ROOT, command, every_algorithm, flags, module, with_flag
 
 from common import arguments
@@ -42,7 +40,10 @@ def attributes_read(path: Path) -> set[str]:
 @every_algorithm
 def test_every_flag_is_read_somewhere(algo: str):
     """No dead flags."""
-    files = [ROOT / "algos" / f"{algo}.py", *(ROOT / "common" / f"{name}.py" for name in ("arguments", "run"))]
+    files = [
+        ROOT / "algos" / f"{algo}.py",
+        *(ROOT / "common" / f"{name}.py" for name in ("arguments", "launch", "run")),
+    ]
     files += [ROOT / "envs" / "rollout.py"]
     files += [ROOT / "offline" / "offline_to_online.py"] if algo in OFFLINE else []
     read = set().union(*map(attributes_read, files))
@@ -71,10 +72,10 @@ def test_both_branches_of_every_boolean_flag(
 ):
     """A run with the value that its other tests do not have gets to its end, with both if they leave it unset.
 
-    --track with a stand-in: Weights & Biases itself needs an account. --compile without the compiler's own kernels,
-    which take most of a minute and are compared in test_off_policy.py.
+    --track with a stand-in: Weights & Biases itself needs an account. --compile without the compiler, whose code is
+    compared in test_recorded.py.
     """
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("common.recorded._compiled", lambda graph, examples: graph)
     wandb = types.ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)
     wandb.init = lambda **_: types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
@@ -222,7 +223,7 @@ def test_arguments_come_back_from_a_run_folder(algo: str):
 @every_algorithm
 def test_a_given_value_is_known_even_if_a_preset_has_the_same(algo: str):
     """Each value that a preset would fill in, written on the command line, is that value and no default."""
-    seen = {"overlap"}
+    seen = {"overlap", "compile"}
     for table in tables(algo):
         given = {name: value for name, value in table.items() if name in unset(module(algo).Args) and value is not None}
         words = []
@@ -259,7 +260,9 @@ def test_the_flags_of_the_tests_are_those_of_the_command_line():
         assert parse(module(algo).Args, flags(algo, calibrated=value)).calibrated is value
 
 
-@pytest.mark.parametrize("algo", [algo for algo in ALGORITHMS if unset(module(algo).Args).keys() - {"overlap"}])
+@pytest.mark.parametrize(
+    "algo", [algo for algo in ALGORITHMS if unset(module(algo).Args).keys() - {"overlap", "compile"}]
+)
 def test_help_shows_what_a_preset_fills_in(algo: str, capsys: pytest.CaptureFixture[str]):
     """For each such flag the values of all domains or sizes, one after the other."""
     with pytest.raises(SystemExit):
@@ -283,7 +286,7 @@ def test_presets_fill_in_all_but_what_the_device_does(algo: str, env: str):
     if sizes := found.get("SIZES"):
         presets = {domain: preset | sizes[found["Args"].size] for domain, preset in presets.items()}
     args = with_presets(found["Args"](**required(algo), env=env), presets)
-    assert unset(args) == {"overlap": Unset.WITH_CUDA}
+    assert unset(args) == {"overlap": Unset.WITH_CUDA, "compile": Unset.IF_IT_PAYS}
 
 
 @pytest.mark.parametrize("bounds", [each for each in vars(arguments).values() if get_origin(each) is Annotated])

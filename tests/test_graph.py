@@ -33,8 +33,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[GraphedFunction[Any]]:
         return made[-1]
 
     monkeypatch.setattr(networks, "MIN_ONEDNN_MULTIPLICATIONS", 2**60)  # oneDNN's networks are the CPU's alone
-    monkeypatch.setattr("common.run.GraphedFunction", captured)
-    monkeypatch.setattr(Run, "_captures", property(lambda self: self.args.cuda_graph))
+    monkeypatch.setattr("common.launch.GraphedFunction", captured)
+    monkeypatch.setattr(
+        "common.launch.Launch._chosen_form", lambda self: "CUDA graphs" if self.args.cuda_graph else "eager"
+    )
     return made
 
 

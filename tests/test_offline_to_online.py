@@ -62,7 +62,7 @@ def sampled(data: OfflineToOnline, size: int, step: int, seed: int = 0) -> list[
 
 
 def batch_of(data: OfflineToOnline, size: int, online: bool, seed: int = 0) -> Batch:
-    data._batch_sizes = {online: size}
+    data._set_batch_sizes(size, size)
     return data.sample(online, torch.Generator().manual_seed(seed))
 
 

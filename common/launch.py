@@ -1,0 +1,120 @@
+"""How a run computes its updates and actions: eagerly, recorded as compiled code on the CPU, or as CUDA graphs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.acting import Agent
+from common.arguments import IF_IT_PAYS, RunArgs
+from common.cuda import GraphedFunction, compiled
+from common.errors import InputError, RunError
+from common.evaluate import Act
+from common.recorded import CannotCompile, CannotRecord, RecordedFunction, Recording, require_compiler
+
+R = TypeVar("R")
+Form = Literal["eager", "recorded", "CUDA graphs"]
+CURE = "give the run a working C++ compiler (CXX names it)"
+
+
+class Launch:
+    """Wraps functions of tensors so that each call is one launch, if the run's form says so.
+
+    The form is part of a run, because compiled code rounds differently. It is chosen once and stored in config.json.
+    """
+
+    def __init__(self, args: RunArgs, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.agent: Agent  # its attributes hold the state of every wrapped function
+        self.notify: Callable[[str], None]  # gets messages, after which the form may be another
+        self.is_resumed = False  # from a checkpoint that was made in this form
+        self.form = self._chosen_form()
+        self._numbers: dict[str, float] | None = None  # those that recordings contain
+
+    def _chosen_form(self) -> Form:
+        """Return the form of a new run. Compiling pays if the run has enough steps to save the time that it takes."""
+        if self.device.type == "cuda":
+            return "CUDA graphs" if self.args.cuda_graph else "eager"
+        if self.args.compile is not IF_IT_PAYS:
+            return "recorded" if self.args.compile else "eager"
+        first, last = self.args.span
+        return "recorded" if last - first >= self.args.worth_compiling else "eager"
+
+    def prepare(self) -> str | None:
+        """Stay eager if there is no compiler, and return a message that says so.
+
+        Raises InputError instead if the run is a resumed one.
+        """
+        if self.form != "recorded":
+            return None
+        try:
+            require_compiler()
+        except CannotCompile as error:
+            if self.is_resumed:
+                raise InputError(f"this run's updates are compiled, and {error}: {CURE} to resume it") from None
+            return self._stay_eager(error)
+        return None
+
+    def _stay_eager(self, reason: Exception) -> str:
+        self.form = "eager"
+        return f"note: updates stay eager, which is slower: {reason}"
+
+    def __call__(self, function: Callable[..., R], generator: torch.Generator) -> Callable[..., R]:
+        """Return the function in the run's form. It draws from `generator`.
+
+        `GraphedFunction` and `RecordedFunction` document what it may do.
+        """
+        if self.device.type == "cuda" and self.args.compile is True:
+            function = compiled(function)
+        if self.form == "CUDA graphs":
+            return GraphedFunction(function, generator)
+        return RecordedFunction(function, self._record) if self.form == "recorded" else function
+
+    def policy(self, agent: Agent) -> Act:
+        """Return the agent's `act` in the run's form."""
+        act: Act = agent.act
+        if self.form == "eager":
+            return act
+        method: Callable[..., Tensor] = act.__wrapped__  # type: ignore[attr-defined]
+        actions = self(torch.no_grad()(method), agent.generator)
+
+        def launched(obs: NDArray[Any]) -> NDArray[np.float32]:
+            return actions(agent, torch.from_numpy(obs)).to("cpu", copy=self.form == "CUDA graphs").numpy()
+
+        return launched
+
+    def _record(self, function: Callable[..., R], tensors: Sequence[Tensor]) -> Callable[..., R]:
+        """Return a recording of the function, or the function itself if it cannot be recorded."""
+        if self.form != "recorded":
+            return function
+        self.notify("compiling an update or action: 5 to 30 s, or 2 s from the cache")
+        try:
+            recording = Recording(function, tensors, self.agent)
+            if not self.is_resumed:  # a resumed run has no choice: it was compiled
+                recording.check(*tensors)
+            self._numbers = self._numbers or numbers_of(self.agent)
+            return recording
+        except CannotRecord as error:  # so it is again when the run is resumed
+            self.notify(f"note: an update or action stays eager, which is slower: {error}")
+        except CannotCompile as error:
+            if self.is_resumed or self._numbers is not None:
+                raise RunError(f"an update of this run cannot be compiled any more ({error}): {CURE}") from None
+            self.notify(self._stay_eager(error))
+        return function
+
+    def check(self) -> None:
+        """Raise RunError if the agent has changed a number that recordings contain."""
+        if self._numbers is not None and (now := numbers_of(self.agent)) != self._numbers:
+            changed = [name for name in now if now[name] != self._numbers.get(name)]
+            raise RunError(
+                f"{type(self.agent).__name__} changed {', '.join(changed)}, which compiled updates hold as a constant\n"
+                "make it a tensor that is changed in place, or give --no-compile"
+            )
+
+
+def numbers_of(agent: object) -> dict[str, float]:
+    """Return the attributes of `agent` that are Python's numbers."""
+    return {name: value for name, value in vars(agent).items() if isinstance(value, int | float)}

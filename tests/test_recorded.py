@@ -1,0 +1,387 @@
+"""Recorded updates: equal to eager ones from the same state, the same in every run, and never silently wrong."""
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    OFFLINE,
+    agent_of,
+    command,
+    every_algorithm,
+    final_state,
+    flags,
+    killed_at,
+    module,
+    replay_bytes,
+    same,
+    updates_of,
+)
+from formulas import make_batch
+from torch import Tensor
+
+from common import onednn, recorded
+from common.arguments import IF_IT_PAYS, RunArgs
+from common.checkpoint import state_of
+from common.errors import InputError, RunError
+from common.launch import Launch
+from common.networks import mlp
+from common.optim import Adam
+from common.recorded import CannotCompile, CannotRecord, RecordedFunction, Recording
+from common.replay_buffer import Batch
+
+CPU = torch.device("cpu")
+
+
+def random_batch(seed: int) -> Batch:
+    """Return a batch of 32 transitions of 3 observations and 2 actions."""
+    torch.manual_seed(seed)
+    batch = Batch(*(part.float() for part in make_batch(32)[:5]))
+    moved = batch._replace(obs=batch.obs + torch.randn(32, 3), rewards=batch.rewards + torch.randn(32))
+    return moved._replace(returns_to_go=moved.rewards - 3.0)
+
+
+@every_algorithm
+def test_a_recorded_update_equals_the_eager_one(algo: str):
+    """To rounding, from each of 100 states along an eager run, offline and online.
+
+    A difference is measured against how far the update moves the tensor.
+    """
+    agent = agent_of(algo)
+    update = updates_of(agent)
+    recordings = {
+        online: Recording(lambda *parts, online=online: update(Batch(*parts), online), random_batch(0), agent)
+        for online in (False, True)
+    }
+    moving = 0
+    for i in range(100):
+        online, batch = i % 2 == 1, random_batch(i)
+        before = json.dumps(state_of(agent), default=lambda value: np.asarray(value).tolist())
+        for start, eager, compiled in recordings[online].compare(*batch):
+            scale = (eager - start).abs().max() + 1e-3 * start.abs().max()
+            assert (compiled - eager).abs().max() <= 1e-3 * scale + 1e-6
+            moving += int((eager - start).abs().max() > 0)
+        assert before == json.dumps(state_of(agent), default=lambda value: np.asarray(value).tolist())
+        update(batch, online)
+    assert moving > 100 * 10
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert (a / "evaluations.csv").read_text() == (b / "evaluations.csv").read_text()
+    assert same(final_state(a), final_state(b))
+    assert replay_bytes(a) == replay_bytes(b)
+
+
+@pytest.mark.parametrize("algo", ["sac", "ppo", "iql"])
+def test_recorded_runs_are_deterministic_and_resume_exactly(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
+    """The same bits twice, and after a kill; the form is in config.json, and the run is not the eager one."""
+    made = {name: small(algo, compile=name != "eager", run_dir=tmp_path / name) for name in ("eager", "a")}
+    for args in made.values():
+        module(algo).train(args)
+        form = json.loads((args.run_dir / "config.json").read_text())["form"]
+        assert form == ("recorded" if args.compile else "eager")
+    place = ("online step", 150) if algo in OFFLINE else ("step", 550)
+    arguments = flags(algo, compile=True, run_dir=tmp_path / "killed")
+    killed = killed_at(algo, [place], *arguments)
+    assert killed.returncode == 0, killed.stderr
+    assert not (tmp_path / "killed" / "DONE").exists()
+    assert command(*arguments, algo=algo).returncode == 0
+    assert_same_run(tmp_path / "a", tmp_path / "killed")
+    assert not same(final_state(tmp_path / "eager"), final_state(tmp_path / "a"))
+
+
+class Owner:
+    """An agent of one tensor, as recordings see it."""
+
+    def __init__(self) -> None:
+        self.total, self.count = torch.zeros(3), 0
+        self.generator = torch.Generator().manual_seed(0)
+
+
+def in_place(owner: Owner, x: Tensor) -> Tensor:
+    noise = torch.randn(3, generator=owner.generator)
+    owner.total += x + noise
+    return owner.total.sum()
+
+
+def test_random_numbers_continue_from_the_generator():
+    """Each call draws what the eager function would draw, also after the generator was set from outside."""
+    one, other = Owner(), Owner()
+    recording = Recording(lambda x: in_place(one, x), [torch.ones(3)], one)
+    for i in range(10):
+        x = torch.full((3,), float(i))
+        torch.testing.assert_close(recording(x), in_place(other, x))
+        torch.testing.assert_close(one.total, other.total)
+        if i == 4:
+            for owner in (one, other):
+                owner.generator.manual_seed(7)
+
+
+def test_each_set_of_constants_and_shapes_is_recorded_once():
+    made: list[tuple[int, ...]] = []
+
+    def record(function: Callable[..., Tensor], tensors: Any) -> Callable[..., Tensor]:
+        made.append(tuple(tensors[0].shape))
+        return function
+
+    called = RecordedFunction(lambda x, scale, negative=False: (-x if negative else x) * scale, record)
+    for _ in range(3):
+        for n, scale in ((2, 3.0), (4, 3.0), (4, 5.0)):
+            x = torch.ones(n)
+            assert called(x, scale).tolist() == [scale] * n
+            assert called(x, scale, negative=True).tolist() == [-scale] * n
+    assert made == [(2,), (2,), (4,), (4,), (4,), (4,)]
+
+
+def rebinds(owner: Owner, x: Tensor) -> Tensor:
+    owner.total = owner.total + x
+    return owner.total
+
+
+def counts(owner: Owner, x: Tensor) -> Tensor:
+    owner.count += 1
+    return x
+
+
+def scatters(owner: Owner, x: Tensor) -> Tensor:
+    return torch.zeros(2000).index_add(0, torch.zeros(3, dtype=torch.int64), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda owner, x: x * x.sum().item(), "DataDependent"),
+        (lambda owner, x: x[x > 0], "DynamicOutputShape"),
+        (lambda owner, x: x if x.sum() > 0 else -x, "DataDependent"),
+        (lambda owner, x: x + torch.randn(3), "draws without a torch.Generator"),
+        (lambda owner, x: x + torch.from_numpy(np.random.default_rng().normal(size=3)), "two recordings of it differ"),
+        (lambda owner, x: torch.empty(3).normal_(generator=owner.generator), "use torch.rand"),
+        (rebinds, "changes total of Owner"),
+        (counts, "changes count of Owner"),
+        (scatters, "may be compiled to wrong code"),
+    ],
+    ids=["item", "mask", "branch", "global random numbers", "numpy", "normal_", "rebinding", "counter", "scatter"],
+)
+def test_what_cannot_be_recorded_is_refused(function: Callable[[Owner, Tensor], Tensor], why: str):
+    """With its reason, and nothing that the owner holds has changed."""
+    owner = Owner()
+    before = dict(vars(owner))
+    with pytest.raises(CannotRecord, match=why):
+        Recording(lambda x: function(owner, x), [torch.ones(3)], owner)
+    assert vars(owner) == before
+    assert owner.total.tolist() == [0.0] * 3
+
+
+def test_wrong_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch):
+    """A compiler that doubles what is added: the check raises, and the state is as it was."""
+    monkeypatch.setattr(recorded, "_compiled", lambda graph, _: lambda *inputs: graph(*(2.0 * i for i in inputs)))
+    owner = Owner()
+    recording = Recording(lambda x: in_place(owner, x), [torch.ones(3)], owner)
+    with pytest.raises(CannotCompile, match="another result"):
+        recording.check(torch.ones(3))
+    assert owner.total.tolist() == [0.0] * 3
+    assert torch.equal(owner.generator.get_state(), Owner().generator.get_state())
+
+
+def test_chosen_rows_get_the_sum_of_their_gradients():
+    """The rows of a stack that an index chose twice, against eager indexing; Inductor's own form was wrong here."""
+    weights, x = torch.randn(3, 4, 5), torch.randn(7, 5)
+    for index in ([0, 0], [2, 0], [1, 1]):
+
+        def gradient(x: Tensor, index: Tensor) -> Tensor:
+            leaf = weights.requires_grad_()
+            values = x @ leaf.mT
+            loss = (values - 1.0).square().mean() + values[index].logsumexp(0).mean() + (x @ leaf[index].mT).mean()
+            return torch.autograd.grad(loss, leaf)[0]
+
+        chosen = torch.tensor(index)
+        torch.testing.assert_close(Recording(gradient, [x, chosen], Owner())(x, chosen), gradient(x, chosen))
+
+
+@pytest.mark.parametrize("library", ["MKL", "oneDNN"])
+def test_large_products_are_those_of_the_library(library: str, monkeypatch: pytest.MonkeyPatch):
+    """Loss and gradients of two networks of 256 units, against float64 without either library's kernels."""
+    if not onednn.AVAILABLE:
+        pytest.skip("this PyTorch has no oneDNN")
+    product = torch.ops.mkldnn._linear_pointwise.default
+    monkeypatch.setattr(onednn, "_PRODUCT", product if library == "oneDNN" else None)
+    net = mlp([23, 256, 256, 1], torch.Generator().manual_seed(0), ensemble=2, layer_norm=True)
+    x = torch.randn(256, 23)
+
+    def gradients(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(net(x).square().mean(), list(net.parameters()))
+
+    recording = Recording(gradients, [x], Owner())
+    with torch.profiler.profile() as profile:
+        found = recording(x)
+    assert any("_linear_pointwise" in event.name for event in profile.events()) == (library == "oneDNN")
+    for own, exact in zip(found, gradients_in_float64(net, x), strict=True):
+        torch.testing.assert_close(own.double(), exact, rtol=1e-4, atol=1e-5 * exact.abs().max().item())
+
+
+def gradients_in_float64(net: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    exact = copy.deepcopy(net).double()
+    exact._layers = [tuple(part.double().detach().requires_grad_() for part in layer) for layer in net._layers]
+    weights = [part for layer in exact._layers for part in layer]
+    return torch.autograd.grad(exact(x.double()).square().mean(), weights)
+
+
+@pytest.mark.parametrize(("weight_decay", "longest"), [(0.0, None), (0.1, 0.5)])
+def test_adam_equals_pytorch_s(weight_decay: float, longest: float | None):
+    """Twenty steps with a rate that falls, against torch.optim.AdamW in float64."""
+    start = torch.randn(5, 3)
+    own, other = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
+    optimizer = Adam([own], 0.1, weight_decay=weight_decay)
+    plain = torch.optim.AdamW([other], 0.1, weight_decay=weight_decay)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (own - x).square().sum()
+        optimizer.minimize(loss, longest)
+        return loss
+
+    recording = Recording(step, [start], Owner())
+    for i in range(20):
+        x = torch.randn(5, 3)
+        optimizer.lr = plain.param_groups[0]["lr"] = 0.1 / (i + 1)
+        recording(x)
+        plain.zero_grad()
+        (other - x.double()).square().sum().backward()
+        if longest is not None:
+            torch.nn.utils.clip_grad_norm_([other], longest)
+        plain.step()
+        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "form"), [(19_999, "eager"), (20_000, "recorded")])
+def test_long_runs_are_recorded(steps: int, form: str):
+    args = module("sac").Args(total_steps=steps)
+    assert args.compile is IF_IT_PAYS
+    assert Launch(args, CPU).form == form
+    assert Launch(module("sac").Args(total_steps=steps, compile=False), CPU).form == "eager"
+    assert Launch(module("sac").Args(total_steps=steps, compile=True), CPU).form == "recorded"
+    assert Launch(args, torch.device("cuda")).form == "CUDA graphs"
+
+
+def test_without_a_compiler_a_run_stays_eager(small: Callable[..., RunArgs], tmp_path: Path, monkeypatch: Any):
+    """It says so in one line, its config.json too, and it is the eager run; a compiled run is not resumed so."""
+    monkeypatch.setattr("common.launch.require_compiler", _no_compiler)
+    eager, asked = (small(compile=wanted, run_dir=tmp_path / str(wanted)) for wanted in (False, True))
+    for args in (eager, asked):
+        module("sac").train(args)
+    assert json.loads((asked.run_dir / "config.json").read_text())["form"] == "eager"
+    assert_same_run(eager.run_dir, asked.run_dir)
+    (asked.run_dir / "DONE").unlink()
+    config = json.loads((asked.run_dir / "config.json").read_text())
+    (asked.run_dir / "config.json").write_text(json.dumps(config | {"form": "recorded"}))
+    with pytest.raises(InputError, match=r"updates are compiled, and no C\+\+ compiler was found: give the run"):
+        module("sac").train(asked)
+
+
+def _no_compiler() -> None:
+    raise CannotCompile("no C++ compiler was found")
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path):
+    """As a user meets it, from the environment variable that names the compiler."""
+    environment = os.environ | {"CXX": "/nonexistent/compiler"}
+    done = command(*flags(compile=True, total_steps=20, run_dir=tmp_path / "run"), env=environment)
+    assert done.returncode == 0
+    assert done.stderr.count("note: updates stay eager, which is slower: no C++ compiler was found") == 1
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings are interpreted, not compiled, which takes no time."""
+    monkeypatch.setattr(recorded, "_compiled", lambda graph, _: graph)
+
+
+@every_algorithm
+@pytest.mark.usefixtures("interpreted")
+def test_every_update_and_action_of_a_run_is_recorded(
+    algo: str, small: Callable[..., RunArgs], capsys: pytest.CaptureFixture[str]
+):
+    """In each phase, and for each way to keep the dataset."""
+    for retain in ("none", "append", "mix") if algo in OFFLINE and algo != "bc" else (None,):
+        chosen = {} if retain is None else {"retain": retain}
+        args = small(algo, compile=True, run_dir=Path(f"run-{retain}"), **chosen)
+        module(algo).train(args)
+        assert json.loads((args.run_dir / "config.json").read_text())["form"] == "recorded"
+    said = capsys.readouterr().err
+    assert said.count("compiling an update or action") >= 2
+    assert "eager" not in said
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_update_that_cannot_be_recorded_stays_eager(
+    small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One line gives the reason, and the run gets to its end."""
+    sac = module("sac").SAC
+    update = sac.update
+    monkeypatch.setattr(sac, "update", lambda self, batch: update(self, batch) if batch.rewards.sum().item() else {})
+    args = small(compile=True)
+    module("sac").train(args)
+    said = capsys.readouterr().err
+    assert said.count("stays eager, which is slower: DataDependent") == 1
+    assert (args.run_dir / "DONE").exists()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_failed_compilation_makes_a_new_run_eager(
+    small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Nothing was compiled yet, so the run is the eager one; after a compiled update it ends instead."""
+
+    def fails(graph: Any, _: Any) -> Any:
+        raise CannotCompile("the disk is full")
+
+    monkeypatch.setattr(recorded, "_compiled", fails)
+    eager, failed = (small(compile=wanted, run_dir=tmp_path / str(wanted)) for wanted in (False, True))
+    for args in (eager, failed):
+        module("sac").train(args)
+    assert json.loads((failed.run_dir / "config.json").read_text())["form"] == "eager"
+    assert_same_run(eager.run_dir, failed.run_dir)
+    monkeypatch.setattr(recorded, "_compiled", lambda graph, _: graph if len(graph.graph.nodes) < 100 else fails(0, 0))
+    with pytest.raises(RunError, match="cannot be compiled any more"):
+        module("sac").train(small(compile=True, run_dir=tmp_path / "second"))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_number_that_changes_ends_a_recorded_run(small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch):
+    """Compiled code would go on with the old one."""
+    sac = module("sac").SAC
+    act = sac.act
+
+    def changing(self: Any, obs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.gamma *= 0.999
+        return act(self, obs, *args, **kwargs)
+
+    changing.__wrapped__ = act.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(sac, "act", changing)
+    with pytest.raises(RunError, match=r"SAC changed gamma, which compiled updates hold as a constant"):
+        module("sac").train(small(compile=True))
+
+
+@pytest.mark.parametrize("instruction", ["avx512_bf16", "amx_bf16", ""])
+def test_bfloat16_products_need_the_instruction(instruction: str, monkeypatch: pytest.MonkeyPatch):
+    """Products have float32's precision or bfloat16's, as asked for, and a processor that would emulate is refused."""
+    monkeypatch.setattr(onednn, "_CPUINFO", f"flags : avx512f {instruction} fma")
+    x, y = torch.randn(256, 256), torch.randn(256, 256)
+    exact = x.double() @ y.double()
+    try:
+        if not instruction:
+            with pytest.raises(InputError, match="needs a processor with AVX512-BF16 or AMX"):
+                onednn.set_products("bfloat16")
+            return
+        onednn.set_products("bfloat16")
+        if torch.cpu._is_avx512_bf16_supported():
+            assert 1e-3 < (x @ y - exact).abs().max() < 1.0
+    finally:
+        onednn.set_products("float32")
+    assert (x @ y - exact).abs().max() < 1e-3
