@@ -90,7 +90,7 @@ class Launch:
         """Return a recording of the function, or the function itself if it cannot be recorded."""
         if self.form != "recorded":
             return function
-        self.notify("compiling an update or action: 5 to 30 s, or 2 s from the cache")
+        self.notify("compiling an update or action, for seconds to minutes (later starts take it from the cache)")
         try:
             recording = Recording(function, tensors, self.agent)
             if not self.is_resumed:  # a resumed run has no choice: it was compiled

@@ -29,6 +29,13 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
+def instructions() -> list[str]:
+    """Return the processor's flags for vectors and matrices, as Linux names them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = re.search(r"^flags\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return [flag for flag in flags[1].split() if re.match("avx|amx|fma", flag)] if flags else []
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []

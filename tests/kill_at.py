@@ -73,7 +73,10 @@ def was_killed(child: int, options: int = 0) -> bool:
 
 
 def kill_at_random(kills: int) -> None:
-    """After no, one or two checkpoints, and up to 0.3 s more: seconds alone would differ by machine."""
+    """After no, one or two checkpoints and up to 0.3 s more, but at the next checkpoint at the latest.
+
+    Seconds alone would differ by machine: a fast one would get to the end of the run before its last kill.
+    """
     path = parse(algorithm.Args).run_dir / "checkpoint" / "state.pt"
     chance, steps = random.Random(0), []
     for _ in range(kills):
@@ -82,7 +85,9 @@ def kill_at_random(kills: int) -> None:
         while count and not was_killed(child, os.WNOHANG):
             time.sleep(0.002)
             count, written = count - (modified(path) != written), modified(path)
-        time.sleep(chance.uniform(0.0, 0.3))
+        latest = time.monotonic() + chance.uniform(0.0, 0.3)
+        while time.monotonic() < latest and modified(path) == written:
+            time.sleep(0.002)
         os.kill(child, signal.SIGKILL)
         was_killed(child)
         steps.append(checkpoint.load(path)["logger"]["step"] if path.exists() else 0)

@@ -237,7 +237,7 @@ def test_a_buffer_must_fit_into_what_is_left_of_the_share(free: int, expected: i
 @every_algorithm
 def test_a_compiled_update_equals_an_eager_one(algo: str, monkeypatch: pytest.MonkeyPatch):
     """To rounding, a hundred of them, in float64: in float32 Adam's first steps make a whole step, of either sign, of a
-    gradient that is mere rounding. As traced; with the compiler's own kernels in test_off_policy.py and on a GPU.
+    gradient that is mere rounding. As traced; with the compiler's own kernels on a GPU.
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     before = torch.get_default_dtype()

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import OFFLINE, agent_class, module, small_of, with_flag
-from formulas import make_batch, parameters
 
 from common.acting import uniform_actions
-from common.cuda import compiled
-from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
 off_policy = pytest.mark.parametrize("algo", sorted({*with_flag("buffer_size")} - {*OFFLINE}))
@@ -22,10 +19,10 @@ def make_agent(algo: str, **changed: Any) -> Any:
     return agent_class(algo)(module(algo).Args(**(small_of(algo) | changed)), 3, 2, torch.device("cpu"))
 
 
-def update(agent: Any, batch: Any, number: int, of: Any = None) -> None:
-    """Call the agent's `number`-th update, or `of` for it, as the training loop does."""
+def update(agent: Any, batch: Any, number: int) -> None:
+    """Call the agent's `number`-th update as the training loop does."""
     delayed = {"with_actor": number % agent.policy_delay == 0} if hasattr(agent, "policy_delay") else {}
-    (of or agent.update)(batch, **delayed)
+    agent.update(batch, **delayed)
 
 
 @off_policy
@@ -104,28 +101,7 @@ def test_truncated_episodes_are_not_stored_as_terminated(algo: str, small: Calla
     assert np.flatnonzero(~joined).tolist() == [199, 399]
 
 
-@off_policy
-def test_compiled_equals_eager(algo: str):
-    """The promise of --compile: the same update to rounding.
-
-    In float64: in float32 Adam's first steps turn a gradient of mere rounding into a whole step of either sign.
-    """
-    pytest.importorskip("torch._inductor")
-    batch, agents = make_batch(16), [make_agent(algo) for _ in range(2)]
-    for agent in agents:
-        for network in [value for value in vars(agent).values() if isinstance(value, torch.nn.Module)]:
-            network.double()
-        for optimizer in [value for value in vars(agent).values() if isinstance(value, Adam)]:
-            optimizer.__init__(optimizer.param_groups[0]["params"], 1e-3)  # moments in float64 too
-    compiled_update = compiled(agents[1].update)
-    for number in range(1, 6):
-        update(agents[0], batch, number)
-        update(agents[1], batch, number, compiled_update)
-    for (name, eager), (_, other) in zip(parameters(agents[0]), parameters(agents[1]), strict=True):
-        torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize(("algo", "steps", "seed"), [("sac", 4_000, 3), ("td3", 8_000, 2)])
+@pytest.mark.parametrize(("algo", "steps", "seed"), [("sac", 6_000, 3), ("td3", 8_000, 2)])
 def test_learns_pendulum(algo: str, steps: int, seed: int, small: Callable[..., Any]):
     """From about -1 200 (random) to better than -250 (its best is about -150); TD3's actor moves half as often."""
     args = small(algo, seed=seed, hidden=(64, 64), batch_size=128, total_steps=steps, learning_starts=500,

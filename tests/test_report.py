@@ -84,10 +84,16 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
     for i, factor in enumerate([1.0, 0.5, 2.0]):  # the machine drifts; within a round the ratios stay
         rates = {"ours": 150, "sb3": 100, "sbx": 120, "floor": 300}
         rows += [f"{i},{name},1,1,{rate * factor},1,0" for name, rate in rates.items()]
-    facts = ["# algorithm: sac on X", "# our update alone in ms: 5.0"]
+    facts = [
+        "# algorithm: sac on X",
+        "# our update alone in ms: 5.0",
+        "# processor: Intel(R) Xeon(R) Processor, 2 cores",
+    ]
     (tmp_path / "speed" / "a.csv").write_text("\n".join(facts + rows))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.speed_table().markdown().splitlines()[2:] == ["| sac on X | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"]
+    assert report.speed_table().markdown().splitlines()[2:] == [
+        "| sac on X | Intel Xeon, eager | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"
+    ]
     assert report.speed_beside("d3rlpy").rows == []
 
 
@@ -97,9 +103,14 @@ def test_each_other_peer_has_a_table_of_its_own(
 ):
     rounds = [Slice(i, name, n * i, float(i), 2.0, 0.0)
               for name, n in ({"ours": 30, "d3rlpy": 20} | floor).items() for i in (1, 2, 3)]  # fmt: skip
-    write_rounds(tmp_path / "speed" / "a.csv", {"algorithm": "cql on D"}, rounds)
+    write_rounds(
+        tmp_path / "speed" / "a.csv",
+        {"algorithm": "cql on D", "processor": "AMD EPYC, 2 cores", "form": "recorded"},
+        rounds,
+    )
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.speed_beside("d3rlpy").markdown().splitlines()[2:] == [f"| cql on D | 30.0 | 20.0 | 1.50 | {shown} |"]
+    [row] = report.speed_beside("d3rlpy").markdown().splitlines()[2:]
+    assert row == f"| cql on D | AMD EPYC, recorded | 30.0 | 20.0 | 1.50 | {shown} |"
     assert report.speed_beside("loop").rows == []
     assert report.speed_table().rows == []
 

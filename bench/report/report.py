@@ -8,6 +8,7 @@ python bench/report/report.py --check    # exits with 1 if they differ from what
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,23 +55,31 @@ def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
 
 
 def speed_table() -> Table:
-    """Return our and the peers' environment steps per second."""
-    table = Table(("", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"))
+    """Return our and the peers' environment steps per second, a row for each measurement."""
+    heads = "", "measured", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"
+    table = Table(heads)
     for facts, median, ratio in speeds("sb3"):
         alone, floor = float(facts.get("our update alone in ms", "nan")), median.get("floor")
         update = f"{alone * floor / 1000:.2f}" if floor else "-"
-        rates = [f"{median[name]:.0f}" for name in ("ours", "sb3", "sbx")]
-        table.rows.append([facts["algorithm"], *rates, f"{ratio['sb3']:.2f}", f"{ratio['sbx']:.2f}", update])
+        rates = [f"{median[name]:,.0f}" for name in ("ours", "sb3", "sbx")]
+        ratios = f"{ratio['sb3']:.2f}", f"{ratio['sbx']:.2f}"
+        table.rows.append([facts["algorithm"], measured(facts), *rates, *ratios, update])
     return table
+
+
+def measured(facts: dict[str, str]) -> str:
+    """Return the processor of a measurement, and whether our updates were recorded."""
+    cpu = re.sub(r"\(R\)|,.*| Processor", "", facts["processor"])
+    return f"{cpu}, {facts.get('form', 'eager')}"
 
 
 def speed_beside(peer: str) -> Table:
     """Return our steps per second and one peer's: d3rlpy on a dataset, or a plain loop."""
-    table = Table(("", "onramp", peer, f"onramp / {peer}", "step / floor"))
+    table = Table(("", "measured", "onramp", peer, f"onramp / {peer}", "step / floor"))
     for facts, median, ratio in speeds(peer):
         step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
         rates = f"{median['ours']:.1f}", f"{median[peer]:.1f}", f"{ratio[peer]:.2f}"
-        table.rows.append([facts["algorithm"], *rates, step])
+        table.rows.append([facts["algorithm"], measured(facts), *rates, step])
     return table
 
 

@@ -257,7 +257,11 @@ def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
     """
     table = as_table(slices).pivot(index="round", columns="contender")
     rate, cores, others = table["steps_per_second"], table["cores"], table["cores_of_others"]
-    names = [name for name in ("ours", "eager", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor") if name in rate]
+    names = [
+        name
+        for name in ("ours", "eager", "bfloat16", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor")
+        if name in rate
+    ]
     lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
     for name in names:
         used = f"{spread(cores[name], 2):>20}{spread(others[name], 2):>20}"

@@ -4,6 +4,7 @@
     python bench/speed/speed.py                    # SAC on HalfCheetah-v4, as `make speed` runs it
     python bench/speed/speed.py --num-envs 4 --peers sb3
     python bench/speed/speed.py --algo cql         # on a dataset, against d3rlpy
+    python bench/speed/speed.py --variants eager bfloat16   # ours in three forms
     python bench/speed/speed.py --device cuda      # ours with and without CUDA graphs, against the peers on the GPU
 
 Online programs share environment, networks, batch, number of critics, updates per step and random first steps. Steps
@@ -46,7 +47,7 @@ from bench.speed.interleaved_timing import (
 )
 from bench.speed.matmul_floor import PRODUCTS
 from bench.speed.step_counter import counted
-from common.provenance import commit, hardware
+from common.provenance import commit, hardware, instructions
 
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
@@ -76,7 +77,11 @@ class Algorithm:
 
 MODULES = {"sb3": "stable_baselines3", "sbx": "sbx", "d3rlpy": "d3rlpy"}
 VENVS = {"sb3": ".venv-peers", "sbx": ".venv-peers", "d3rlpy": ".venv-d3rlpy", "loop": ".venv"}
-RUNS = {"ours": "run", "eager": "run-eager", "compiled": "run-compiled"}  # run folders; the last two on a GPU only
+VARIANTS = {  # of ours, with the flags that make them
+    "cpu": {"eager": ["--no-compile"], "bfloat16": ["--products", "bfloat16"]},
+    "cuda": {"eager": ["--no-cuda-graph"], "compiled": ["--compile"]},
+}
+RUNS = {"ours": "run"} | {name: f"run-{name}" for name in ("eager", "bfloat16", "compiled")}  # run folders
 OFF_POLICY = {
     "learning_starts": LEARNING_STARTS,
     "batch_size": 256,
@@ -145,7 +150,7 @@ class Args:
     """Environments of each program, in online learning."""
     dataset: Path | None = None
     """A file in D4RL's layout; by default random numbers in HalfCheetah's shapes."""
-    rounds: int = 10
+    rounds: int = 20
     """Rounds, in each of which every program runs once, in a new order."""
     slice_seconds: float = 4.0
     """Seconds that each program runs in a round."""
@@ -153,6 +158,8 @@ class Args:
     """Libraries to compare with; those without the algorithm are left out."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device on which all programs compute."""
+    variants: tuple[Literal["eager", "bfloat16"], ...] = ()
+    """On the CPU, other forms of ours that run as well. On a GPU, eager and compiled always do."""
     peers_python: Path | None = None
     """The Python that has the peers installed; by default that of .venv-peers or .venv-d3rlpy."""
     ours: str = ""
@@ -205,9 +212,9 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     else:
         ours.append(env_id)
     lines = {"ours": ours}
-    if args.device == "cuda" and algorithm.flags:
-        for name, flag in (("eager", "--no-cuda-graph"), ("compiled", "--compile")):
-            lines[name] = [*ours, flag]
+    for name, flags in VARIANTS[args.device].items() if algorithm.flags else ():
+        if args.device == "cuda" or name in args.variants:
+            lines[name] = [*ours, *flags]
             lines[name][ours.index("--run-dir") + 1] = str(folder / RUNS[name])
     for peer in peers(args):
         if peer == "loop":
@@ -236,6 +243,7 @@ def describe(args: Args) -> dict[str, str]:
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
         "commit": commit(),
         "processor": f"{machine['cpu']}, {machine['cores']} cores",
+        "instructions": " ".join(instructions()),
         "system": platform.platform(),
         "ours": args.ours or ALGORITHMS[args.algo].ours,
         "versions of ours": versions(sys.executable),
@@ -285,6 +293,8 @@ def main(args: Args) -> None:
             contender.warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contender.threads())
             print(f"threads of {name}: {contender.threads()}", flush=True)
+        if (config := folder / RUNS["ours"] / "config.json").exists():
+            facts["form"] = json.loads(config.read_text())["form"]
         metrics = folder / RUNS["ours"] / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
         slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)
