@@ -13,7 +13,8 @@ from common.arguments import IF_IT_PAYS, RunArgs
 from common.cuda import GraphedFunction, compiled
 from common.errors import InputError, RunError
 from common.evaluate import Act
-from common.recorded import CannotCompile, CannotRecord, RecordedFunction, Recording, require_compiler
+from common.recorded import CannotCompile, RecordedFunction, Recording, require_compiler
+from common.tracing import CannotRecord
 
 R = TypeVar("R")
 Form = Literal["eager", "recorded", "CUDA graphs"]
@@ -32,7 +33,8 @@ class Launch:
         self.notify: Callable[[str], None]  # gets messages, after which the form may be another
         self.is_resumed = False  # from a checkpoint that was made in this form
         self.form = self._chosen_form()
-        self._numbers: dict[str, float] | None = None  # those that recordings contain
+        self._recordings: list[Recording[Any]] = []
+        self._reports = 0
 
     def _chosen_form(self) -> Form:
         """Return the form of a new run. Compiling pays if the run has enough steps to save the time that it takes."""
@@ -95,26 +97,30 @@ class Launch:
             recording = Recording(function, tensors, self.agent)
             if not self.is_resumed:  # a resumed run has no choice: it was compiled
                 recording.check(*tensors)
-            self._numbers = self._numbers or numbers_of(self.agent)
+            self._recordings.append(recording)
             return recording
         except CannotRecord as error:  # so it is again when the run is resumed
             self.notify(f"note: an update or action stays eager, which is slower: {error}")
         except CannotCompile as error:
-            if self.is_resumed or self._numbers is not None:
+            if self.is_resumed or self._recordings:
                 raise RunError(f"an update of this run cannot be compiled any more ({error}): {CURE}") from None
             self.notify(self._stay_eager(error))
         return function
 
     def check(self) -> None:
-        """Raise RunError if the agent has changed a number that recordings contain."""
-        if self._numbers is not None and (now := numbers_of(self.agent)) != self._numbers:
-            changed = [name for name in now if now[name] != self._numbers.get(name)]
+        """Raise RunError if a recording is out of date: something that it holds as a constant has changed.
+
+        Call it at each report. It records again, which takes a second, at the 10th, 100th, 1,000th … report.
+        """
+        self._reports += 1
+        if self._reports < 10 or f"{self._reports}".strip("0") != "1":
+            return
+        try:
+            current = all(recording.is_current() for recording in self._recordings)
+        except CannotRecord:
+            current = False
+        if not current:
             raise RunError(
-                f"{type(self.agent).__name__} changed {', '.join(changed)}, which compiled updates hold as a constant\n"
+                "an update or action depends on something that changes, and compiled code holds it as a constant\n"
                 "make it a tensor that is changed in place, or give --no-compile"
             )
-
-
-def numbers_of(agent: object) -> dict[str, float]:
-    """Return the attributes of `agent` that are Python's numbers."""
-    return {name: value for name, value in vars(agent).items() if isinstance(value, int | float)}

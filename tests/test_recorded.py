@@ -33,8 +33,9 @@ from common.errors import InputError, RunError
 from common.launch import Launch
 from common.networks import mlp
 from common.optim import Adam
-from common.recorded import CannotCompile, CannotRecord, RecordedFunction, Recording
-from common.replay_buffer import Batch
+from common.recorded import CannotCompile, RecordedFunction, Recording
+from common.replay_buffer import Batch, ReplayBuffer
+from common.tracing import CannotRecord
 
 CPU = torch.device("cpu")
 
@@ -353,8 +354,11 @@ def test_a_failed_compilation_makes_a_new_run_eager(
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_number_that_changes_ends_a_recorded_run(small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch):
-    """Compiled code would go on with the old one."""
+@pytest.mark.parametrize("changes", ["number of the agent", "size of the buffer"])
+def test_what_changes_after_the_recording_ends_the_run(
+    changes: str, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
+):
+    """Compiled code would use the old value for ever. The run ends soon after the change, with a message."""
     sac = module("sac").SAC
     act = sac.act
 
@@ -363,9 +367,18 @@ def test_a_number_that_changes_ends_a_recorded_run(small: Callable[..., RunArgs]
         return act(self, obs, *args, **kwargs)
 
     changing.__wrapped__ = act.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(sac, "act", changing)
-    with pytest.raises(RunError, match=r"SAC changed gamma, which compiled updates hold as a constant"):
-        module("sac").train(small(compile=True))
+    if changes == "number of the agent":
+        monkeypatch.setattr(sac, "act", changing)
+    else:
+        monkeypatch.setattr(
+            ReplayBuffer,
+            "sample",
+            lambda self, size, source: self.at(torch.randint(len(self), (size,), generator=source)),
+        )
+    args = small(compile=True, eval_every=20)  # evaluations call `act` from Python
+    with pytest.raises(RunError, match="depends on something that changes, and compiled code holds it"):
+        module("sac").train(args)
+    assert not (args.run_dir / "DONE").exists()
 
 
 @pytest.mark.parametrize("instruction", ["avx512_bf16", "amx_bf16", ""])

@@ -68,9 +68,9 @@ def speed_table() -> Table:
 
 
 def measured(facts: dict[str, str]) -> str:
-    """Return the processor of a measurement, and whether our updates were recorded."""
+    """Return the processor of a measurement, and the form of our updates if it was noted."""
     cpu = re.sub(r"\(R\)|,.*| Processor", "", facts["processor"])
-    return f"{cpu}, {facts.get('form', 'eager')}"
+    return f"{cpu}, {facts['form']}" if "form" in facts else cpu
 
 
 def speed_beside(peer: str) -> Table:

@@ -1,0 +1,226 @@
+"""Trace a function of tensors below autograd, into a graph whose inputs are everything that it reads.
+
+The tracer sees the operations that eager PyTorch would execute, gradients and optimiser steps included. Every tensor
+that exists before the call becomes an input of the graph, and so does every random draw.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+
+if TYPE_CHECKING:  # importing it takes a second, which a run that records nothing does not spend
+    from torch.fx import GraphModule
+
+_aten = torch.ops.aten
+_DRAWS = {
+    _aten.rand.generator,
+    _aten.randn.generator,
+    _aten.randint.generator,
+    _aten.randint.low_generator,
+    _aten.randperm.generator,
+}
+_SCATTERS = ("aten.index_put", "aten.index_add", "aten.scatter", "aten.index_copy")  # see `_index_put`
+
+
+class CannotRecord(Exception):
+    """The function cannot be traced; the message is the reason."""
+
+
+class Draw:
+    """A random draw with a generator, as the function makes it. `example` has its shape and type."""
+
+    def __init__(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.operation, self.args, self.kwargs = operation, args, kwargs
+        own = torch.Generator(kwargs["generator"].device)
+        self.example: Tensor = operation(*args, **kwargs | {"generator": own})
+
+    def __call__(self) -> Tensor:
+        drawn: Tensor = self.operation(*self.args, **self.kwargs)
+        return drawn
+
+    @property
+    def description(self) -> tuple[Any, ...]:
+        return self.operation, self.args, {k: v for k, v in self.kwargs.items() if k != "generator"}
+
+
+class Trace(TorchDispatchMode):
+    """The operations of a function, as a graph whose inputs are `sources`.
+
+    A source is a tensor from outside the function, a draw, or the number of one of the `arguments`. Tensors are
+    replaced by fake ones while tracing, which have shapes but no data, so nothing is computed and nothing changes.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._replaced: dict[Any, tuple[Any, Tensor]] = {}  # a source and its fake tensor, by the source's memory
+        self._views: dict[int, Any] = {}  # the one view of each memory
+        self._source_of: dict[int, Any] = {}  # by the identity of the fake tensor
+        self._written: set[int] = set()  # storages of fake tensors
+        given = [self._fake_of(argument, i) for i, argument in enumerate(arguments)]
+        self.spec: TreeSpec
+
+        def flat() -> list[Any]:
+            with self:
+                results, self.spec = tree_flatten(function(*given))
+            return results
+
+        try:
+            with self.fake:
+                traced = make_fx(
+                    flat,
+                    tracing_mode="real",
+                    decomposition_table={
+                        _aten._fused_adamw_.tensor_lr: _adamw,
+                        _aten.addmm.default: lambda bias, x, y: torch.mm(x, y) + bias,  # added in the activation's loop
+                        _aten.index_put.default: _index_put,
+                    },
+                    _allow_non_fake_inputs=True,
+                )()
+            self.graph = self._with_inputs(traced)
+        except CannotRecord:
+            raise
+        except Exception as error:
+            raise CannotRecord(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """The tensors from outside that the function changes, also through views."""
+        tensors = [source for source in self.sources if isinstance(source, Tensor)]
+        return [tensor for tensor in tensors if _storage(self._replaced[_memory(tensor)][1]) in self._written]
+
+    @property
+    def draws(self) -> list[Draw]:
+        return [source for source in self.sources if isinstance(source, Draw)]
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            return self._draw(operation, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            raise CannotRecord(f"{operation} draws without a torch.Generator")
+        fakes, fake_kwargs = tree_map(self._fake_of, args), tree_map(self._fake_of, kwargs)
+        for i, argument in enumerate(operation._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = fakes[i] if i < len(fakes) else fake_kwargs.get(argument.name)
+                self._written |= {_storage(tensor) for tensor in tree_leaves(written)}
+        results = operation(*fakes, **fake_kwargs)
+        # `x += 1` rebinds x to the result, which must be the tensor itself and not its fake.
+        return args[0] if operation._schema.name.endswith("_") and isinstance(args[0], Tensor) else results
+
+    def _draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if operation not in _DRAWS:
+            raise CannotRecord(f"it draws by {operation}: use torch.rand, randn, randint or randperm")
+        with _disable_current_modes():
+            draw = Draw(operation, args, kwargs)
+        fake: Tensor = self._fake_of(draw.example, draw)
+        return fake
+
+    def _fake_of(self, value: Any, source: Any = None) -> Any:
+        """Return a tensor's fake, whose source is `source` or the tensor itself. Return any other value as it is."""
+        if not isinstance(value, Tensor) or hasattr(value, "fake_mode"):
+            return value
+        memory = id(source) if source is not None else _memory(value)
+        if memory not in self._replaced:
+            if source is None and self._views.setdefault(_storage(value), memory) != memory:
+                raise CannotRecord("two of its tensors are different views of the same memory")
+            with _disable_current_modes():
+                fake = self.fake.from_tensor(value.detach())
+            self._replaced[memory] = value, fake
+            self._source_of[id(fake)] = value if source is None else source
+        return self._replaced[memory][1]
+
+    def _with_inputs(self, traced: "GraphModule") -> "GraphModule":
+        """Return the graph with an input for each tensor from outside, which the tracer made an attribute."""
+        graph = traced.graph
+        inputs: dict[str, torch.fx.Node] = {}
+        if scatters := [str(node.target) for node in graph.nodes if str(node.target).startswith(_SCATTERS)]:
+            raise CannotRecord(f"it uses {scatters[0]}, which may be compiled to wrong code")
+        first = next(iter(graph.nodes))
+        self.sources: list[Any] = []
+        for node in graph.find_nodes(op="get_attr"):
+            if node.target not in inputs:
+                with graph.inserting_before(first):
+                    inputs[node.target] = graph.placeholder(f"input_{len(inputs)}")
+                value = getattr(traced, node.target)
+                self.sources.append(self._source_of.get(id(value), value))
+            node.replace_all_uses_with(inputs[node.target])
+        graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+        graph.set_codegen(torch.fx.graph.CodeGen())
+        return torch.fx.GraphModule({}, graph)
+
+    def equals(self, other: "Trace") -> bool:
+        """Return whether both have the same operations on the same memory."""
+        same_code = self.graph.code == other.graph.code and len(self.sources) == len(other.sources)
+        return same_code and all(map(_same_source, self.sources, other.sources))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return what two tensors have in common if they are the same view of the same memory, as x and x.data are."""
+    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of the memory that a tensor shares with its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same_source(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and torch.equal(a, b))
+    return bool(a.description == b.description if isinstance(a, Draw) and isinstance(b, Draw) else a == b)
+
+
+def _adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    _: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Compute what PyTorch's fused kernel does (Loshchilov and Hutter 2019, algorithm 2), from plain operations."""
+    step = steps[0].double()
+    rate = (lr / (1.0 - beta1**step)).float()
+    root = (1.0 - beta2**step).rsqrt().float()
+    for parameter, gradient, mean, square in zip(parameters, gradients, means, squares, strict=True):
+        if grad_scale is not None:
+            gradient = gradient / grad_scale
+        if weight_decay:
+            parameter.mul_((1.0 - lr * weight_decay).float())
+        mean.lerp_(gradient, 1.0 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        parameter.sub_(rate * mean / (square.sqrt() * root + eps))
+
+
+def _index_put(base: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Add the rows `values` [k, ...] to rows `indices` [k] of `base` [n, ...] by a sum over k, if both are small.
+
+    This is the gradient of choosing k of n critics. Inductor's own form adds in any order, and it is fused with loops
+    that write to the same memory, which gave twice one critic's gradient (compare pytorch issues 171493 and 198270).
+    """
+    index = indices[0]
+    if len(indices) != 1 or index is None or index.dim() != 1 or not accumulate or len(index) * len(base) > 1024:
+        return NotImplemented
+    chosen = index.unsqueeze(1) == torch.arange(len(base), device=base.device)  # [k, n]
+    chosen = chosen.view(*chosen.shape, *(1 for _ in base.shape[1:]))
+    return base + torch.where(chosen, values.unsqueeze(1), 0.0).sum(0)
