@@ -1,5 +1,6 @@
 """How a run computes its updates and actions: eagerly, recorded as compiled code on the CPU, or as CUDA graphs."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -19,10 +20,12 @@ from common.tracing import CannotRecord
 R = TypeVar("R")
 Form = Literal["eager", "recorded", "CUDA graphs"]
 CURE = "give the run a working C++ compiler (CXX names it)"
+ANOTHER_RUN = "or start a run with --no-compile in another --run-dir"
+CHECK_EVERY = 60.0  # seconds, of which recording again takes one
 
 
 class Launch:
-    """Wraps functions of tensors so that each call is one launch, if the run's form says so.
+    """Wraps functions of tensors so that each call is one launch, unless the run's form is eager.
 
     The form is part of a run, because compiled code rounds differently. It is chosen once and stored in config.json.
     """
@@ -34,7 +37,7 @@ class Launch:
         self.is_resumed = False  # from a checkpoint that was made in this form
         self.form = self._chosen_form()
         self._recordings: list[Recording[Any]] = []
-        self._reports = 0
+        self._reports, self._checked = 0, time.monotonic()
 
     def _chosen_form(self) -> Form:
         """Return the form of a new run. Compiling pays if the run has enough steps to save the time that it takes."""
@@ -95,26 +98,29 @@ class Launch:
         self.notify("compiling an update or action, for seconds to minutes (later starts take it from the cache)")
         try:
             recording = Recording(function, tensors, self.agent)
-            if not self.is_resumed:  # a resumed run has no choice: it was compiled
-                recording.check(*tensors)
+            recording.check(*tensors)
             self._recordings.append(recording)
             return recording
         except CannotRecord as error:  # so it is again when the run is resumed
             self.notify(f"note: an update or action stays eager, which is slower: {error}")
         except CannotCompile as error:
             if self.is_resumed or self._recordings:
-                raise RunError(f"an update of this run cannot be compiled any more ({error}): {CURE}") from None
+                raise RunError(f"an update of this run cannot be compiled ({error}): {CURE}, {ANOTHER_RUN}") from None
             self.notify(self._stay_eager(error))
         return function
 
-    def check(self) -> None:
+    def check(self, now: bool) -> None:
         """Raise RunError if a recording is out of date: something that it holds as a constant has changed.
 
-        Call it at each report. It records again, which takes a second, at the 10th, 100th, 1,000th … report.
+        Call it at each report, and `now` before the run stops. It records again, which takes a second, so it does that
+        `now`, at the 10th and 100th report, and once a minute.
         """
         self._reports += 1
-        if self._reports < 10 or f"{self._reports}".strip("0") != "1":
+        if not self._recordings:
             return
+        if not now and self._reports not in (10, 100) and time.monotonic() < self._checked + CHECK_EVERY:
+            return
+        self._checked = time.monotonic()
         try:
             current = all(recording.is_current() for recording in self._recordings)
         except CannotRecord:
@@ -122,5 +128,5 @@ class Launch:
         if not current:
             raise RunError(
                 "an update or action depends on something that changes, and compiled code holds it as a constant\n"
-                "make it a tensor that is changed in place, or give --no-compile"
+                f"make it a tensor that is changed in place, {ANOTHER_RUN}"
             )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
@@ -45,7 +46,7 @@ class RecordedFunction(Generic[R]):
 
     def __call__(self, *arguments: Any, **constants: Any) -> R:
         tensors = [a for a in arguments if isinstance(a, Tensor)]
-        key = (*((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments), *constants.items())
+        key = (*((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in arguments), *constants.items())
         if key not in self._recordings:
             self._recordings[key] = self.record(_of_tensors(partial(self.function, **constants), arguments), tensors)
         return self._recordings[key](*tensors)
@@ -110,6 +111,7 @@ class Recording(Generic[R]):
         Compilers have faults: see `common.tracing`.
         """
         for start, eager, recorded in self.compare(*arguments):
+            start, eager, recorded = start.double(), eager.double(), recorded.double()
             moved, error = (eager - start).norm(), (recorded - eager).norm()
             if not error <= 0.05 * moved + 1e-5 * start.norm() + 1e-5:
                 raise CannotCompile(f"compiled code gives another result (error {error:.1e}, change {moved:.1e})")
@@ -125,7 +127,7 @@ class Recording(Generic[R]):
         outcomes = []
         for call in (self.function, self):
             with _unchanged(self.owner):
-                results = [leaf.detach().clone() for leaf in tree_leaves(call(*arguments)) if isinstance(leaf, Tensor)]
+                results = [leaf.detach().clone() for leaf in tree_leaves(call(*(a.clone() for a in arguments)))]
             outcomes.append([*(tensor.detach().clone() for tensor in self.changed), *results])
             with torch.no_grad():
                 for tensor, old in zip(self.changed, before, strict=True):
@@ -137,16 +139,42 @@ class Recording(Generic[R]):
 
 @contextmanager
 def _unchanged(owner: object) -> Iterator[None]:
-    """Restore the attributes of `owner` that the block binds anew. Raises CannotRecord if there are some."""
-    before = dict(vars(owner))
+    """Restore attributes of `owner` that the block rebinds, and numbers and arrays that it changes.
+
+    The numbers are those of `owner`, of its attributes and of their submodules. Raises CannotRecord if any changed.
+    """
+    attributes = dict(vars(owner))
+    arrays = [(name, value, value.copy()) for name, value in attributes.items() if isinstance(value, np.ndarray)]
+    numbers = [(name, part, _numbers_of(part)) for name, part in _parts(owner)]
     try:
         yield
     finally:  # a new attribute is compared with the dictionary itself, which no attribute is
-        changed = [name for name, value in vars(owner).items() if before.get(name, before) is not value]
+        changed = {name for name, value in vars(owner).items() if attributes.get(name, attributes) is not value}
+        changed |= {name for name, array, old in arrays if array.tobytes() != old.tobytes()}
+        changed |= {name for name, part, old in numbers if _numbers_of(part) != old}
         vars(owner).clear()
-        vars(owner).update(before)
+        vars(owner).update(attributes)
+        for _, array, old_array in arrays:
+            array[...] = old_array
+        for _, part, old in numbers:
+            vars(part).update(old)
     if changed:
-        raise CannotRecord(f"it changes {', '.join(changed)} of {type(owner).__name__}, which compiled code cannot")
+        listed = ", ".join(sorted(changed))
+        raise CannotRecord(f"it changes {listed} of {type(owner).__name__}, which compiled code cannot")
+
+
+def _parts(owner: object) -> Iterator[tuple[str, object]]:
+    """Yield each attribute of `owner` that has attributes itself, and its submodules, with the attribute's name."""
+    for name, value in vars(owner).items():
+        if isinstance(value, torch.nn.Module):
+            yield from ((name, module) for module in value.modules())
+        elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
+            yield name, value
+
+
+def _numbers_of(part: object) -> dict[str, float]:
+    """Return the attributes that are Python's numbers."""
+    return {name: value for name, value in vars(part).items() if isinstance(value, int | float)}
 
 
 def require_compiler() -> None:

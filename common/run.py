@@ -268,7 +268,7 @@ class Run:
 
         `metrics` are cleared once they are logged. Raises RunError if an update is out of date (`common.launch`).
         """
-        self.launch.check()
+        self.launch.check(now=bool(self._signal) or self.step >= self.last_step)
         if self._due(LOG_EVERY):
             self.logger.log(metrics | self._rollout.statistics() | self.timings.take())
             metrics.clear()

@@ -23,7 +23,10 @@ _DRAWS = {
     _aten.randint.low_generator,
     _aten.randperm.generator,
 }
-_SCATTERS = ("aten.index_put", "aten.index_add", "aten.scatter", "aten.index_copy")  # see `_index_put`
+_SCATTERS = (  # see `_index_put`
+    *("aten.index_put", "aten.index_add", "aten.index_copy", "aten.scatter", "aten.put"),
+    "aten.embedding_dense_backward",
+)
 
 
 class CannotRecord(Exception):
@@ -113,6 +116,8 @@ class Trace(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = fakes[i] if i < len(fakes) else fake_kwargs.get(argument.name)
                 self._written |= {_storage(tensor) for tensor in tree_leaves(written)}
+        if "batch_norm" in operation._schema.name:  # its schema does not declare that it changes the running statistics
+            self._written |= {_storage(tensor) for tensor in tree_leaves(fakes) if isinstance(tensor, Tensor)}
         results = operation(*fakes, **fake_kwargs)
         # `x += 1` rebinds x to the result, which must be the tensor itself and not its fake.
         return args[0] if operation._schema.name.endswith("_") and isinstance(args[0], Tensor) else results
@@ -159,7 +164,7 @@ class Trace(TorchDispatchMode):
         return torch.fx.GraphModule({}, graph)
 
     def equals(self, other: "Trace") -> bool:
-        """Return whether both have the same operations on the same memory."""
+        """Return whether both have the same operations on the same memory, with the same generators."""
         same_code = self.graph.code == other.graph.code and len(self.sources) == len(other.sources)
         return same_code and all(map(_same_source, self.sources, other.sources))
 
@@ -176,8 +181,12 @@ def _storage(tensor: Tensor) -> int:
 
 def _same_source(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and torch.equal(a, b))
-    return bool(a.description == b.description if isinstance(a, Draw) and isinstance(b, Draw) else a == b)
+        return bool(_memory(a) == _memory(b))
+    if isinstance(a, Draw) and isinstance(b, Draw):
+        # PyTorch wraps a generator again at each call, so its state tells which one it is.
+        states = [draw.kwargs["generator"].get_state() for draw in (a, b)]
+        return a.description == b.description and torch.equal(*states)
+    return bool(a == b)
 
 
 def _adamw(
@@ -215,12 +224,12 @@ def _adamw(
 def _index_put(base: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """Add the rows `values` [k, ...] to rows `indices` [k] of `base` [n, ...] by a sum over k, if both are small.
 
-    This is the gradient of choosing k of n critics. Inductor's own form adds in any order, and it is fused with loops
-    that write to the same memory, which gave twice one critic's gradient (compare pytorch issues 171493 and 198270).
+    This is the gradient of choosing k of n critics. Inductor's own form adds in any order. Inductor fused it with loops
+    that write to the same memory, and one critic's gradient came out twice (compare pytorch issues 171493 and 198270).
     """
     index = indices[0]
     if len(indices) != 1 or index is None or index.dim() != 1 or not accumulate or len(index) * len(base) > 1024:
         return NotImplemented
-    chosen = index.unsqueeze(1) == torch.arange(len(base), device=base.device)  # [k, n]
+    chosen = (index % len(base)).unsqueeze(1) == torch.arange(len(base), device=base.device)  # [k, n]
     chosen = chosen.view(*chosen.shape, *(1 for _ in base.shape[1:]))
     return base + torch.where(chosen, values.unsqueeze(1), 0.0).sum(0)

@@ -101,7 +101,10 @@ class Owner:
     """An agent of one tensor, as recordings see it."""
 
     def __init__(self) -> None:
-        self.total, self.count = torch.zeros(3), 0
+        self.total, self.count, self.visits = torch.zeros(3), 0, np.zeros(2)
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10)
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
         self.generator = torch.Generator().manual_seed(0)
 
 
@@ -150,6 +153,21 @@ def counts(owner: Owner, x: Tensor) -> Tensor:
     return x
 
 
+def visits(owner: Owner, x: Tensor) -> Tensor:
+    owner.visits += 1
+    return x
+
+
+def schedules(owner: Owner, x: Tensor) -> Tensor:
+    owner.scheduler.step()
+    return x
+
+
+def counts_in_a_module(owner: Owner, x: Tensor) -> Tensor:
+    owner.net[0].momentum *= 0.5
+    return x
+
+
 def scatters(owner: Owner, x: Tensor) -> Tensor:
     return torch.zeros(2000).index_add(0, torch.zeros(3, dtype=torch.int64), x)
 
@@ -165,9 +183,25 @@ def scatters(owner: Owner, x: Tensor) -> Tensor:
         (lambda owner, x: torch.empty(3).normal_(generator=owner.generator), "use torch.rand"),
         (rebinds, "changes total of Owner"),
         (counts, "changes count of Owner"),
+        (visits, "changes visits of Owner"),
+        (schedules, "changes scheduler of Owner"),
+        (counts_in_a_module, "changes net of Owner"),
         (scatters, "may be compiled to wrong code"),
     ],
-    ids=["item", "mask", "branch", "global random numbers", "numpy", "normal_", "rebinding", "counter", "scatter"],
+    ids=[
+        "item",
+        "mask",
+        "branch",
+        "global random numbers",
+        "numpy",
+        "normal_",
+        "rebinding",
+        "counter",
+        "array",
+        "scheduler",
+        "module",
+        "scatter",
+    ],
 )
 def test_what_cannot_be_recorded_is_refused(function: Callable[[Owner, Tensor], Tensor], why: str):
     """With its reason, and nothing that the owner holds has changed."""
@@ -177,6 +211,39 @@ def test_what_cannot_be_recorded_is_refused(function: Callable[[Owner, Tensor], 
         Recording(lambda x: function(owner, x), [torch.ones(3)], owner)
     assert vars(owner) == before
     assert owner.total.tolist() == [0.0] * 3
+    assert owner.visits.tolist() == [0.0] * 2
+    assert (owner.scheduler.last_epoch, owner.net[0].momentum) == (0, 0.1)
+
+
+def test_the_check_restores_all_that_an_update_changes():
+    """The argument, running statistics that no schema declares, and a counter of whole numbers."""
+    owner = Owner()
+    owner.net.train()
+
+    def update(x: Tensor) -> Tensor:
+        owner.net(x)
+        return x.mul_(0.5)
+
+    x = torch.randn(4, 3)
+    before, given = copy.deepcopy(owner.net.state_dict()), x.clone()
+    recording = Recording(update, [x], owner)
+    recording.check(x)
+    assert same(owner.net.state_dict(), before)
+    assert torch.equal(x, given)
+    recording(x)
+    assert owner.net[0].num_batches_tracked == 1
+    assert not torch.equal(owner.net[0].running_mean, before["0.running_mean"])
+    torch.testing.assert_close(x, 0.5 * given)
+
+
+def test_another_object_of_the_same_value_is_noticed():
+    """Compiled code would use the old generator and the old tensor, and checkpoints would hold the new ones."""
+    for name, value in (("generator", torch.Generator().manual_seed(1)), ("total", torch.zeros(3))):
+        owner = Owner()
+        recording = Recording(lambda x, owner=owner: in_place(owner, x), [torch.ones(3)], owner)
+        assert recording.is_current()
+        setattr(owner, name, value)
+        assert not recording.is_current()
 
 
 def test_wrong_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch):
@@ -193,7 +260,7 @@ def test_wrong_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch):
 def test_chosen_rows_get_the_sum_of_their_gradients():
     """The rows of a stack that an index chose twice, against eager indexing; Inductor's own form was wrong here."""
     weights, x = torch.randn(3, 4, 5), torch.randn(7, 5)
-    for index in ([0, 0], [2, 0], [1, 1]):
+    for index in ([0, 0], [2, 0], [1, 1], [-1, 0]):
 
         def gradient(x: Tensor, index: Tensor) -> Tensor:
             leaf = weights.requires_grad_()
@@ -349,7 +416,7 @@ def test_a_failed_compilation_makes_a_new_run_eager(
     assert json.loads((failed.run_dir / "config.json").read_text())["form"] == "eager"
     assert_same_run(eager.run_dir, failed.run_dir)
     monkeypatch.setattr(recorded, "_compiled", lambda graph, _: graph if len(graph.graph.nodes) < 100 else fails(0, 0))
-    with pytest.raises(RunError, match="cannot be compiled any more"):
+    with pytest.raises(RunError, match="cannot be compiled"):
         module("sac").train(small(compile=True, run_dir=tmp_path / "second"))
 
 
