@@ -76,7 +76,7 @@ class Recording(Generic[R]):
         self.examples = [torch.zeros_like(argument) for argument in arguments]
         if not self.is_current():
             raise CannotRecord("two recordings of it differ: it uses Python's or NumPy's random numbers, or counts")
-        self.spec = trace.spec
+        self.spec, self.numbers = trace.spec, trace.numbers
         self.changed, self.generators = trace.changed, [draw.kwargs["generator"] for draw in trace.draws]
         # Aliases without autograd, because a leaf that needs a gradient may not be changed in place.
         self.inputs = [source.detach() if isinstance(source, Tensor) else source for source in trace.sources]
@@ -94,7 +94,9 @@ class Recording(Generic[R]):
             inputs[i] = arguments[number]
         for i, draw in self.drawn:
             inputs[i] = draw()
-        results: R = tree_unflatten(self.compiled(*inputs), self.spec)
+        tensors = iter(self.compiled(*inputs))
+        leaves = [next(tensors) if number is Tensor else number for number in self.numbers]
+        results: R = tree_unflatten(leaves, self.spec)
         return results
 
     def is_current(self) -> bool:
@@ -127,7 +129,8 @@ class Recording(Generic[R]):
         outcomes = []
         for call in (self.function, self):
             with _unchanged(self.owner):
-                results = [leaf.detach().clone() for leaf in tree_leaves(call(*(a.clone() for a in arguments)))]
+                leaves = tree_leaves(call(*(argument.clone() for argument in arguments)))
+            results = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)]
             outcomes.append([*(tensor.detach().clone() for tensor in self.changed), *results])
             with torch.no_grad():
                 for tensor, old in zip(self.changed, before, strict=True):

@@ -68,12 +68,14 @@ class Trace(TorchDispatchMode):
         self._source_of: dict[int, Any] = {}  # by the identity of the fake tensor
         self._written: set[int] = set()  # storages of fake tensors
         given = [self._fake_of(argument, i) for i, argument in enumerate(arguments)]
-        self.spec: TreeSpec
+        self.spec: TreeSpec  # of the results
+        self.numbers: list[Any]  # the results, with the class Tensor for each tensor
 
         def flat() -> list[Any]:
             with self:
                 results, self.spec = tree_flatten(function(*given))
-            return results
+            self.numbers = [Tensor if isinstance(result, Tensor) else result for result in results]
+            return [result for result in results if isinstance(result, Tensor)]
 
         try:
             with self.fake:
@@ -165,7 +167,8 @@ class Trace(TorchDispatchMode):
 
     def equals(self, other: "Trace") -> bool:
         """Return whether both have the same operations on the same memory, with the same generators."""
-        same_code = self.graph.code == other.graph.code and len(self.sources) == len(other.sources)
+        same_code = (self.graph.code, self.numbers) == (other.graph.code, other.numbers)
+        same_code = same_code and len(self.sources) == len(other.sources)
         return same_code and all(map(_same_source, self.sources, other.sources))
 
 

@@ -127,6 +127,30 @@ def test_random_numbers_continue_from_the_generator():
                 owner.generator.manual_seed(7)
 
 
+def test_a_result_may_be_a_number():
+    """Metrics of an own algorithm may hold one, or None."""
+    recording = Recording(lambda x: {"tensor": 2.0 * x, "number": 3.0, "nothing": None}, [torch.ones(3)], Owner())
+    recording.check(torch.ones(3))
+    results = recording(torch.ones(3))
+    assert results.pop("tensor").tolist() == [2.0] * 3
+    assert results == {"number": 3.0, "nothing": None}
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_extended_run_keeps_its_form(
+    small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A short run is eager, also when it is resumed with as many steps as those of recorded runs."""
+    monkeypatch.setattr(module("sac").Args, "worth_compiling", 500)
+    for steps in (400, 600):
+        args = small(total_steps=steps)
+        module("sac").train(args)
+        assert json.loads((args.run_dir / "config.json").read_text())["form"] == "eager"
+    assert "compiling" not in capsys.readouterr().err
+    module("sac").train(small(total_steps=600, run_dir=Path("whole")))
+    assert "compiling" in capsys.readouterr().err
+
+
 def test_each_set_of_constants_and_shapes_is_recorded_once():
     made: list[tuple[int, ...]] = []
 
