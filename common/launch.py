@@ -14,14 +14,15 @@ from common.arguments import IF_IT_PAYS, RunArgs
 from common.cuda import GraphedFunction, compiled
 from common.errors import InputError, RunError
 from common.evaluate import Act
-from common.recorded import CannotCompile, RecordedFunction, Recording, require_compiler
+from common.recorded import CannotCompile, RecordedFunction, Recording, compiler_version
 from common.tracing import CannotRecord
 
 R = TypeVar("R")
 Form = Literal["eager", "recorded", "CUDA graphs"]
 CURE = "give the run a working C++ compiler (CXX names it)"
 ANOTHER_RUN = "or start a run with --no-compile in another --run-dir"
-CHECK_EVERY = 60.0  # seconds, of which recording again takes one
+CHECK_EVERY = 60.0  # seconds
+CHECK_SHARE = 0.01  # of the time, at most
 
 
 class Launch:
@@ -34,10 +35,11 @@ class Launch:
         self.args, self.device = args, device
         self.agent: Agent  # its attributes hold the state of every wrapped function
         self.notify: Callable[[str], None]  # gets messages, after which the form may be another
+        self.versions: dict[str, str] = {}  # of what compiles
         self.is_resumed = False  # from a checkpoint that was made in this form
         self.form = self._chosen_form()
         self._recordings: list[Recording[Any]] = []
-        self._reports, self._checked = 0, time.monotonic()
+        self._reports, self._next_check = 0, time.monotonic() + CHECK_EVERY
 
     def _chosen_form(self) -> Form:
         """Return the form of a new run. Compiling pays if the run has enough steps to save the time that it takes."""
@@ -56,7 +58,7 @@ class Launch:
         if self.form != "recorded":
             return None
         try:
-            require_compiler()
+            self.versions["compiler"] = compiler_version()
         except CannotCompile as error:
             if self.is_resumed:
                 raise InputError(f"this run's updates are compiled, and {error}: {CURE} to resume it") from None
@@ -112,19 +114,21 @@ class Launch:
     def check(self, now: bool) -> None:
         """Raise RunError if a recording is out of date: something that it holds as a constant has changed.
 
-        Call it at each report, and `now` before the run stops. It records again, which takes a second, so it does that
-        `now`, at the 10th and 100th report, and once a minute.
+        Call it at each report, and `now` before the run stops. It records again, which takes seconds, so it does that
+        `now`, at the 10th and 100th report, and then once a minute, or more rarely to spend a hundredth of the time.
         """
         self._reports += 1
         if not self._recordings:
             return
-        if not now and self._reports not in (10, 100) and time.monotonic() < self._checked + CHECK_EVERY:
+        started = time.monotonic()
+        if not now and self._reports not in (10, 100) and started < self._next_check:
             return
-        self._checked = time.monotonic()
         try:
             current = all(recording.is_current() for recording in self._recordings)
         except CannotRecord:
             current = False
+        ended = time.monotonic()
+        self._next_check = ended + max(CHECK_EVERY, (ended - started) / CHECK_SHARE)
         if not current:
             raise RunError(
                 "an update or action depends on something that changes, and compiled code holds it as a constant\n"

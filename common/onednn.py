@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,39 +126,80 @@ class _Network(torch.autograd.Function):
         of_inputs: Tensor | None = None
         of_parameters: list[list[Tensor]] = []
         for layers, upstream in zip(members, gradient.unbind() if ctx.ensemble else [gradient], strict=True):
-            delta, mine = upstream.contiguous(), []
-            before = [[inputs], *(list(itertools.islice(hidden, 4 if layer[2:] else 1)) for layer in layers[:-1])]
-            rows = None if any(parameters_need_it) else _rows_with_a_gradient(delta)
-            if rows is not None:
-                delta, before = delta[rows], [[part[rows] for part in parts] for parts in before]
-            for k in reversed(range(len(layers))):
-                activations, *normalized = before[k]
-                if any(parameters_need_it):
-                    mine += [delta.sum(0), _weight_gradient(delta, activations)]
-                if k > 0 or inputs_need_it:
-                    delta = linear(delta, layers[k][0].t())
-                if k > 0 and ctx.activation == "relu":
-                    _RELU_BACKWARD(delta, activations, 0, grad_input=delta)
-                elif k > 0:
-                    _TANH_BACKWARD(delta, activations, grad_input=delta)
-                if normalized:
-                    sums, *statistics = normalized
-                    needed = [True, any(parameters_need_it), any(parameters_need_it)]
-                    _, _, scale, shift = layers[k - 1]
-                    delta, of_scale, of_shift = torch.ops.aten.native_layer_norm_backward(
-                        delta, sums, sums.shape[1:], *statistics, scale, shift, needed
-                    )
-                    mine += [of_shift, of_scale] if needed[1] else []
-            of_parameters.append(mine[::-1])
+            delta = upstream.contiguous()
+            before = [inputs, *itertools.islice(hidden, sum(4 if layer[2:] else 1 for layer in layers[:-1]))]
+            if any(parameters_need_it):
+                delta, mine = _back(ctx.activation, delta, before, layers, inputs_need_it)
+                of_parameters.append(mine)
+            elif len(members) > 2:
+                delta = _input_gradient(ctx.activation, delta, before, [part for layer in layers for part in layer])
+            else:  # rows are worth less than the loops that a recording joins
+                delta = _of_inputs(ctx.activation, delta, before, layers)
             if inputs_need_it:
-                if rows is not None:
-                    delta = torch.zeros_like(inputs).index_add_(0, rows, delta)
                 of_inputs = delta if of_inputs is None else of_inputs + delta
         if not any(parameters_need_it):
             return None, None, of_inputs, *(None for _ in parameters_need_it)
         if not ctx.ensemble:
             return None, None, of_inputs, *of_parameters[0]
         return None, None, of_inputs, *map(torch.stack, zip(*of_parameters, strict=True))
+
+
+def _back(
+    activation: str,
+    delta: Tensor,
+    before: Sequence[Tensor],
+    layers: Layers,
+    to_inputs: bool,
+    to_parameters: bool = True,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of one network's inputs and parameters from that of its outputs, `delta` [batch, outputs].
+
+    `before` has the inputs, and what `_forward` kept.
+    """
+    kept, of_parameters = iter(before), []
+    saved = [list(itertools.islice(kept, 4 if k > 0 and layers[k - 1][2:] else 1)) for k in range(len(layers))]
+    for k in reversed(range(len(layers))):
+        activations, *normalized = saved[k]
+        if to_parameters:
+            of_parameters += [delta.sum(0), _weight_gradient(delta, activations)]
+        if k > 0 or to_inputs:
+            delta = linear(delta, layers[k][0].t())
+        if k > 0 and activation == "relu":
+            _RELU_BACKWARD(delta, activations, 0, grad_input=delta)
+        elif k > 0:
+            _TANH_BACKWARD(delta, activations, grad_input=delta)
+        if normalized:
+            sums, *statistics = normalized
+            needed = [True, to_parameters, to_parameters]
+            _, _, scale, shift = layers[k - 1]
+            delta, of_scale, of_shift = torch.ops.aten.native_layer_norm_backward(
+                delta, sums, sums.shape[1:], *statistics, scale, shift, needed
+            )
+            of_parameters += [of_shift, of_scale] if to_parameters else []
+    return delta, of_parameters[::-1]
+
+
+def _of_inputs(activation: str, delta: Tensor, before: Sequence[Tensor], layers: Layers) -> Tensor:
+    """Return the gradient of one network's inputs, computed for the rows that have one if they are few."""
+    rows = _rows_with_a_gradient(delta)
+    if rows is None:
+        return _back(activation, delta, before, layers, to_inputs=True, to_parameters=False)[0]
+    chosen = [part[rows] for part in before]
+    delta, _ = _back(activation, delta[rows], chosen, layers, to_inputs=True, to_parameters=False)
+    return torch.zeros_like(before[0]).index_add_(0, rows, delta)
+
+
+@torch.library.custom_op("onramp::input_gradient", mutates_args=())
+def _input_gradient(activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """Compute `_of_inputs` as one operation for recordings, as its count of rows depends on data."""
+    each = 4 if 2 * len(before) > len(parameters) else 2  # parameters of a hidden layer, with a layer norm or without
+    layers = [tuple(parameters[i : i + each]) for i in range(0, len(parameters), each)]
+    return _of_inputs(activation, delta, before, layers)
+
+
+@_input_gradient.register_fake
+def _(activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(before[0])
 
 
 def _rows_with_a_gradient(delta: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ random numbers in the same order, and they are inputs of the compiled code.
 """
 
 import hashlib
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from common.parts import compile_parts
 from common.tracing import CannotRecord, Draw, Trace
 
 if TYPE_CHECKING:  # importing it takes a second, which a run that records nothing does not spend
@@ -85,7 +87,7 @@ class Recording(Generic[R]):
         examples = [
             arguments[s] if isinstance(s, int) else s.example if isinstance(s, Draw) else s for s in self.inputs
         ]
-        self.compiled = _compiled(trace.graph, examples)
+        self.compiled = compile_parts(trace.graph, trace.cuts, examples, _compiled)
 
     @torch.no_grad()
     def __call__(self, *arguments: Tensor) -> R:
@@ -180,14 +182,16 @@ def _numbers_of(part: object) -> dict[str, float]:
     return {name: value for name, value in vars(part).items() if isinstance(value, int | float)}
 
 
-def require_compiler() -> None:
-    """Raise CannotCompile if there is no C++ compiler."""
+def compiler_version() -> str:
+    """Return the name and version of the C++ compiler. Raises CannotCompile if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
-        get_cpp_compiler()
+        compiler = get_cpp_compiler()
+        output = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except Exception as error:
         raise CannotCompile(f"no C++ compiler was found ({type(error).__name__})") from error
+    return output.partition("\n")[0]
 
 
 def _compiled(graph: "GraphModule", inputs: list[Any]) -> Callable[..., list[Tensor]]:

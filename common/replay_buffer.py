@@ -15,6 +15,7 @@ from torch import Tensor
 from common.checkpoint import RESTORE_OR_RESTART, Part, read_bytes, sync
 from common.errors import InputError, require_finite
 from common.memory import free_memory
+from common.tracing import cut
 
 
 class Batch(NamedTuple):
@@ -34,8 +35,12 @@ class Batch(NamedTuple):
 
     def slices(self, size: int) -> Iterator["Batch"]:
         """Yield the transitions in order, `size` at a time."""
-        for first in range(0, len(self.rewards), size):
-            yield Batch._make(None if part is None else part[first : first + size] for part in self)
+        firsts = range(0, len(self.rewards), size)
+        parts = [Batch._make(None if p is None else p[first : first + size] for p in self) for first in firsts]
+        for part in parts:
+            cut()
+            yield part
+        cut()
 
 
 def pack(widths: Sequence[int], first: int, *transitions: ArrayLike) -> NDArray[np.float32]:

@@ -172,6 +172,7 @@ class Run:
                 )
         self.launch.is_resumed = saved is not None
         note = self.launch.prepare()
+        self.config["versions"] |= self.launch.versions
         if self._grown or note or not (self.folder / CONFIG).exists():
             (self.folder / DONE).unlink(missing_ok=True)
             self._write_config(self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)})
@@ -197,7 +198,7 @@ class Run:
             )
         before = self._made_by()["versions"]
         if before != self.config["versions"]:
-            changed = [name for name, version in versions().items() if before.get(name) != version]
+            changed = [name for name, version in self.config["versions"].items() if before.get(name) != version]
             self.logger.say(f"warning: {', '.join(changed)} changed since it began; it is not bit for bit the same run")
         return saved
 

@@ -4,12 +4,12 @@ The tracer sees the operations that eager PyTorch would execute, gradients and o
 that exists before the call becomes an input of the graph, and so does every random draw.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 if TYPE_CHECKING:  # importing it takes a second, which a run that records nothing does not spend
@@ -70,6 +70,7 @@ class Trace(TorchDispatchMode):
         given = [self._fake_of(argument, i) for i, argument in enumerate(arguments)]
         self.spec: TreeSpec  # of the results
         self.numbers: list[Any]  # the results, with the class Tensor for each tensor
+        self.cuts: list[str] = []  # names of the nodes after which `cut` was called
 
         def flat() -> list[Any]:
             with self:
@@ -99,7 +100,7 @@ class Trace(TorchDispatchMode):
     def changed(self) -> list[Tensor]:
         """The tensors from outside that the function changes, also through views."""
         tensors = [source for source in self.sources if isinstance(source, Tensor)]
-        return [tensor for tensor in tensors if _storage(self._replaced[_memory(tensor)][1]) in self._written]
+        return [tensor for tensor in tensors if storage(self._replaced[_memory(tensor)][1]) in self._written]
 
     @property
     def draws(self) -> list[Draw]:
@@ -114,15 +115,10 @@ class Trace(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in operation.tags:
             raise CannotRecord(f"{operation} draws without a torch.Generator")
         fakes, fake_kwargs = tree_map(self._fake_of, args), tree_map(self._fake_of, kwargs)
-        for i, argument in enumerate(operation._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = fakes[i] if i < len(fakes) else fake_kwargs.get(argument.name)
-                self._written |= {_storage(tensor) for tensor in tree_leaves(written)}
-        if "batch_norm" in operation._schema.name:  # its schema does not declare that it changes the running statistics
-            self._written |= {_storage(tensor) for tensor in tree_leaves(fakes) if isinstance(tensor, Tensor)}
+        self._written |= {storage(tensor) for tensor in written(operation, fakes, fake_kwargs)}
         results = operation(*fakes, **fake_kwargs)
         # `x += 1` rebinds x to the result, which must be the tensor itself and not its fake.
-        return args[0] if operation._schema.name.endswith("_") and isinstance(args[0], Tensor) else results
+        return args[0] if _is_in_place(operation) and isinstance(args[0], Tensor) else results
 
     def _draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if operation not in _DRAWS:
@@ -138,7 +134,7 @@ class Trace(TorchDispatchMode):
             return value
         memory = id(source) if source is not None else _memory(value)
         if memory not in self._replaced:
-            if source is None and self._views.setdefault(_storage(value), memory) != memory:
+            if source is None and self._views.setdefault(storage(value), memory) != memory:
                 raise CannotRecord("two of its tensors are different views of the same memory")
             with _disable_current_modes():
                 fake = self.fake.from_tensor(value.detach())
@@ -154,14 +150,20 @@ class Trace(TorchDispatchMode):
             raise CannotRecord(f"it uses {scatters[0]}, which may be compiled to wrong code")
         first = next(iter(graph.nodes))
         self.sources: list[Any] = []
-        for node in graph.find_nodes(op="get_attr"):
+        outside = graph.find_nodes(op="get_attr")
+        for node in outside:
             if node.target not in inputs:
                 with graph.inserting_before(first):
                     inputs[node.target] = graph.placeholder(f"input_{len(inputs)}")
                 value = getattr(traced, node.target)
+                inputs[node.target].meta["val"] = value
                 self.sources.append(self._source_of.get(id(value), value))
             node.replace_all_uses_with(inputs[node.target])
-        graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+        for node in outside:
+            graph.erase_node(node)
+        for node in graph.nodes:  # the result of `x.add_(y)` is x
+            if node.op == "call_function" and _is_in_place(node.target) and isinstance(node.args[0], torch.fx.Node):
+                node.replace_all_uses_with(node.args[0])
         graph.set_codegen(torch.fx.graph.CodeGen())
         return torch.fx.GraphModule({}, graph)
 
@@ -172,14 +174,38 @@ class Trace(TorchDispatchMode):
         return same_code and all(map(_same_source, self.sources, other.sources))
 
 
-def _memory(tensor: Tensor) -> Any:
-    """Return what two tensors have in common if they are the same view of the same memory, as x and x.data are."""
-    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def cut() -> None:
+    """Mark the border of a step that the traced function repeats, so that it is compiled once (`common.parts`)."""
+    trace = _get_current_dispatch_mode()
+    if isinstance(trace, Trace):
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        assert mode is not None
+        trace.cuts += [node.name for node in list(mode.tracer.graph.nodes)[-1:]]
 
 
-def _storage(tensor: Tensor) -> int:
+def _is_in_place(operation: Any) -> bool:
+    return isinstance(operation, torch._ops.OpOverload) and operation._schema.name.endswith("_")
+
+
+def written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call of `operation` changes."""
+    named = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
+    for argument in operation._schema.arguments:
+        # Batch norm's schema does not declare that it changes the running statistics.
+        if "batch_norm" in operation._schema.name or (argument.alias_info is not None and argument.alias_info.is_write):
+            yield from (leaf for leaf in tree_leaves(named.get(argument.name)) if isinstance(leaf, Tensor))
+
+
+def storage(tensor: Tensor) -> int:
     """Return the identity of the memory that a tensor shares with its views."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return what two tensors have in common if they are the same view of the same memory, as x and x.data are."""
+    return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _same_source(a: Any, b: Any) -> bool:

@@ -15,6 +15,7 @@ from conftest import flags, killed_at
 from common import onednn
 from common.networks import MLP, Critic, EnsembleLinear, TanhGaussian, frozen, mlp
 from common.optim import Adam, SoftUpdate
+from common.recorded import Recording
 
 PRODUCT = "mkldnn::_linear_pointwise"
 
@@ -142,17 +143,25 @@ def test_network_and_its_gradients_equal_layer_by_layer_in_float64(layer_norm: b
 
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("never_smallest", [[], [0, 2], [0, 2, 3, 4]])
-def test_gradient_of_the_smallest_of_many_networks_in_float64(layer_norm: bool, never_smallest: list[int]):
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gradient_of_the_smallest_of_many_networks_in_float64(
+    layer_norm: bool, never_smallest: list[int], recorded: bool
+):
     """Members pass on the rows that have a gradient, which may be none and may be all."""
     net = mlp([23, 256, 200, 1], generator(), 5, layer_norm=layer_norm).requires_grad_(False)
     net[-1].bias[never_smallest] += 100.0
     exact = copy.deepcopy(net).double()
     inputs = torch.randn(1024, 23, generator=generator(1), requires_grad=True)
     double = inputs.detach().double().requires_grad_()
+
+    def gradient(inputs: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(net(inputs).amin(0).square().sum(), inputs)[0]
+
+    compute = Recording(lambda x: gradient(x.requires_grad_()), [inputs.detach()], net) if recorded else gradient
     with torch.profiler.profile(record_shapes=True) as profile:
-        net(inputs).amin(0).square().sum().backward()
+        got = compute(inputs)
     torch.nn.Sequential.forward(exact, double).amin(0).square().sum().backward()
-    torch.testing.assert_close(inputs.grad.double(), double.grad, rtol=1e-4, atol=1e-5 * double.grad.abs().max().item())
+    torch.testing.assert_close(got.double(), double.grad, rtol=1e-4, atol=1e-5 * double.grad.abs().max().item())
     products = [event.input_shapes for event in profile.events() if event.name in ("aten::mm", PRODUCT)]
     rows = [left[0] for left, right, *_ in products if left[1:] == [256] and 23 in right]
     rounded_up = [-(-count // 32) * 32 for count in net(inputs).argmin(0).flatten().bincount(minlength=5).tolist()]

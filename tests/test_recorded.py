@@ -1,6 +1,7 @@
 """Recorded updates: equal to eager ones from the same state, the same in every run, and never silently wrong."""
 
 import copy
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert replay_bytes(a) == replay_bytes(b)
 
 
-@pytest.mark.parametrize("algo", ["sac", "ppo", "iql"])
+@pytest.mark.parametrize("algo", ["sac", "ppo", "iql", "wsrl"])
 def test_recorded_runs_are_deterministic_and_resume_exactly(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
     """The same bits twice, and after a kill; the form is in config.json, and the run is not the eager one."""
     made = {name: small(algo, compile=name != "eager", run_dir=tmp_path / name) for name in ("eager", "a")}
@@ -362,7 +363,7 @@ def test_long_runs_are_recorded(steps: int, form: str):
 
 def test_without_a_compiler_a_run_stays_eager(small: Callable[..., RunArgs], tmp_path: Path, monkeypatch: Any):
     """It says so in one line, its config.json too, and it is the eager run; a compiled run is not resumed so."""
-    monkeypatch.setattr("common.launch.require_compiler", _no_compiler)
+    monkeypatch.setattr("common.launch.compiler_version", _no_compiler)
     eager, asked = (small(compile=wanted, run_dir=tmp_path / str(wanted)) for wanted in (False, True))
     for args in (eager, asked):
         module("sac").train(args)
@@ -489,3 +490,43 @@ def test_bfloat16_products_need_the_instruction(instruction: str, monkeypatch: p
     finally:
         onednn.set_products("float32")
     assert (x @ y - exact).abs().max() < 1e-3
+
+
+def test_checks_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    """Once a minute, or more rarely where recording again takes more than 0.6 s."""
+    now, checks = 0.0, []
+
+    class Slow:
+        def is_current(self) -> bool:
+            nonlocal now
+            checks.append(now)
+            now += took
+            return True
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for took, every in ((0.5, 60.0), (7.0, 700.0)):
+        now = 0.0
+        launch = Launch(module("sac").Args(compile=True), CPU)
+        launch._recordings.append(Slow())  # type: ignore[arg-type]
+        checks.clear()
+        while now < 200.0 + 4 * every:
+            now += 1.0
+            launch.check(now=False)
+        later = [time for time in checks if time > 200.0]  # after the 10th and 100th report
+        assert len(later) > 2
+        assert all(0.0 <= b - a - took - every <= 1.0 for a, b in itertools.pairwise(later))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_another_compiler_is_named_at_the_resume(
+    small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its code may round differently. An eager run depends on no compiler."""
+    for wanted in (True, False):
+        args = small(compile=wanted, total_steps=300, run_dir=Path(str(wanted)))
+        module("sac").train(args)
+        monkeypatch.setattr("common.launch.compiler_version", lambda: "another 1.0")
+        capsys.readouterr()
+        module("sac").train(small(compile=wanted, total_steps=320, run_dir=args.run_dir))
+        warned = "warning: compiler changed since it began; it is not bit for bit the same run"
+        assert (warned in capsys.readouterr().err) == wanted
