@@ -199,22 +199,29 @@ def _compiled(graph: "GraphModule", inputs: list[Any]) -> Callable[..., list[Ten
     from torch._inductor import standalone_compile
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class KeepOneDNN(CustomGraphPass):
-        """Call oneDNN's product as eager PyTorch does. Inductor's own form wants constant weights."""
+    class CallEagerly(CustomGraphPass):
+        """Call two kinds of operations as eager PyTorch does, instead of compiling them."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
+            # Inductor's own form of oneDNN's product wants constant weights.
+            eager = graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default)
+            # Adam's βᵗ is one number. A compiled loop would compute it again for every 16 weights. Eager PyTorch has a
+            # form of this operation that compiled code can call if both operands are tensors.
+            powers = graph.find_nodes(op="call_function", target=torch.ops.aten.pow.Tensor_Tensor)
+            eager += [node for node in powers if node.meta["val"].dim() == 0]
+            for node in eager:
                 node.meta["custom"] = {"fallback_to_eager": True}
 
         def uuid(self) -> bytes:
-            return hashlib.sha256(b"KeepOneDNN 1").digest()
+            return hashlib.sha256(b"CallEagerly 3").digest()
 
     patches = {
         "cpp_wrapper": True,  # the calls of the kernels are compiled too
         "pattern_matcher": False,  # its oneDNN fusion wants constant weights
         "cpp.vec_isa_ok": True,  # do not spend a second on trying what the processor reports
+        "size_asserts": False,  # the inputs are always the same tensors
         "compile_threads": 1,  # no pool of processes for one file
-        "post_grad_custom_post_pass": KeepOneDNN(),
+        "post_grad_custom_post_pass": CallEagerly(),
     }
     try:
         with torch.no_grad():

@@ -87,6 +87,7 @@ class Trace(TorchDispatchMode):
                         _aten._fused_adamw_.tensor_lr: _adamw,
                         _aten.addmm.default: lambda bias, x, y: torch.mm(x, y) + bias,  # added in the activation's loop
                         _aten.index_put.default: _index_put,
+                        _aten.mm.default: _mm,
                     },
                     _allow_non_fake_inputs=True,
                 )()
@@ -238,8 +239,9 @@ def _adamw(
 ) -> None:
     """Compute what PyTorch's fused kernel does (Loshchilov and Hutter 2019, algorithm 2), from plain operations."""
     step = steps[0].double()
-    rate = (lr / (1.0 - beta1**step)).float()
-    root = (1.0 - beta2**step).rsqrt().float()
+    power1, power2 = (torch.full_like(step, beta) ** step for beta in (beta1, beta2))  # see `common.recorded`
+    rate = (lr / (1.0 - power1)).float()
+    root = (1.0 - power2).rsqrt().float()
     for parameter, gradient, mean, square in zip(parameters, gradients, means, squares, strict=True):
         if grad_scale is not None:
             gradient = gradient / grad_scale
@@ -248,6 +250,17 @@ def _adamw(
         mean.lerp_(gradient, 1.0 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         parameter.sub_(rate * mean / (square.sqrt() * root + eps))
+
+
+def _mm(x: Tensor, y: Tensor) -> Any:
+    """Compute a product of rows and columns by plain operations, which the loops before and after it take in."""
+    if x.shape[1] == 1:
+        return x * y
+    if y.shape[1] == 1:
+        return (x * y.t()).sum(1, keepdim=True)
+    if x.shape[0] == 1:
+        return (x.t() * y).sum(0, keepdim=True)
+    return NotImplemented
 
 
 def _index_put(base: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
