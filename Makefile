@@ -1,28 +1,29 @@
-# `make help` lists what there is. PYTHON chooses the interpreter of the environment (3.11 to 3.13).
+# `make help` lists the targets. PYTHON selects the interpreter of the virtual environment (3.11 to 3.13).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare report video play speed datasets binary d4rl d3rlpy libraries
+.PHONY: help setup train test lint bench compare report site video play speed datasets binary d4rl d3rlpy libraries
 .DEFAULT_GOAL := help
 
-help: ## this list
+help: ## list the targets
 	@sed -nE 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 17
 
-setup: $(VENV)/installed ## make .venv with the pinned requirements; does nothing when nothing changed
+setup: $(VENV)/installed ## create .venv with the pinned requirements, if they changed (LOCKED=1 checks hashes)
 
-$(VENV)/installed: requirements.txt pyproject.toml
+$(VENV)/installed: requirements.txt requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "onramp needs Python 3.11 to 3.13; this is $$($(PYTHON) --version): make PYTHON=python3.12 ..." >&2; exit 2; }
+		{ echo "onramp needs Python 3.11 to 3.13, but this is $$($(PYTHON) --version): use make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(LOCKED),--no-deps -e .,-r requirements.txt)
 	@touch $@
 
-train: setup ## train SAC on HalfCheetah-v4 (ARGS="--env Hopper-v4 --seed 2" for more)
+train: setup ## train SAC on HalfCheetah-v4 (flags: ARGS="--env Hopper-v4 --seed 2")
 	$(BIN)/python algos/sac.py $(ARGS)
 
-test: setup ## run the tests (ARGS="-k resume" for some)
+test: setup ## run the tests (some of them: ARGS="-k resume")
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: setup ## check format, style and types
@@ -30,34 +31,37 @@ lint: setup ## check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: setup ## the runs of a suite, in parallel (SUITE=smoke; docs/sweeps.md)
+bench: setup ## run a suite of algorithms, tasks and seeds in parallel (SUITE=smoke; docs/sweeps.md)
 	$(BIN)/python bench/sweep/sweep.py $(or $(SUITE),smoke) $(ARGS)
 
-compare: setup ## how many more seeds to say that A beats B (SUITE=online-1m ARGS="--names sac td3" runs them)
+compare: setup ## test whether A beats B, and run more seeds if needed (SUITE=online-1m ARGS="--names sac td3")
 	$(BIN)/python bench/report/compare.py $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
-video: setup $(VENV)/video ## an mp4 of a trained policy, without a display too (RUN=runs/sac__Hopper-v4__1)
+video: setup $(VENV)/video ## write an mp4 of a trained policy, also without a display (RUN=runs/sac__Hopper-v4__1)
 	$(BIN)/python tools/video.py $(RUN) $(ARGS)
 
-play: setup ## a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
+play: setup ## show a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
 	$(BIN)/python tools/video.py $(RUN) --play $(ARGS)
 
-report: setup ## results/report.html, the docs' tables and the figures, from the raw data in results/
-	$(BIN)/python bench/report/report.py $(ARGS)
+report: setup ## make results/report.html, tables and figures from the raw data in results/ (your own runs: RUNS=runs)
+	$(BIN)/python bench/report/report.py $(if $(RUNS),--runs $(RUNS)) $(ARGS)
 
-speed: setup $(if $(filter wsrl expo,$(ARGS)),,$(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed) ## steps/s beside Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql", DEVICE=cuda)
+site: setup $(VENV)-site/installed ## build the documentation as a web site in site/, with all links checked
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)-site/bin/mkdocs build --strict --quiet
+
+speed: setup $(if $(filter wsrl expo,$(ARGS)),,$(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed) ## compare steps/s with Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql", DEVICE=cuda)
 	$(BIN)/python bench/speed/speed.py $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
-d3rlpy: setup $(VENV)-d3rlpy/installed ## train d3rlpy's IQL or CQL, evaluated as ours (bench/checks/d3rlpy_run.py says how)
+d3rlpy: setup $(VENV)-d3rlpy/installed ## train d3rlpy's IQL or CQL with onramp's evaluation (see bench/checks/d3rlpy_run.py)
 	PYTHONPATH=. D4RL_SUPPRESS_IMPORT_ERROR=1 $(VENV)-d3rlpy/bin/python bench/checks/d3rlpy_run.py $(ARGS)
 
-datasets: setup ## make our own suite of datasets, and describe it in results/datasets
+datasets: setup ## make onramp's own datasets, and describe them in results/datasets
 	$(BIN)/python tools/datasets.py $(ARGS)
 
-binary: setup ## the Adroit binary tasks' datasets (tools/adroit_binary.py says how)
+binary: setup ## make the datasets of Adroit's binary tasks (see tools/adroit_binary.py)
 	$(BIN)/python tools/adroit_binary.py $(ARGS)
 
-d4rl: setup $(VENV)-d4rl/installed ## hold our D4RL reader equal to D4RL's own package
+d4rl: setup $(VENV)-d4rl/installed ## check that our D4RL reader equals D4RL's own package
 	$(BIN)/python bench/checks/compare_d4rl.py $(ARGS)
 
 libraries: setup $(VENV)-libraries/installed ## check that Minari, d3rlpy and TorchRL read what collect writes
@@ -83,6 +87,11 @@ $(VENV)-libraries/installed: bench/checks/libraries-requirements.txt
 	$(PYTHON) -m venv $(VENV)-libraries
 	$(VENV)-libraries/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	$(VENV)-libraries/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gymnasium==1.4.0 gymnasium-robotics==1.4.2
+	@touch $@
+
+$(VENV)-site/installed: docs/site-requirements.txt
+	$(PYTHON) -m venv $(VENV)-site
+	$(VENV)-site/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(VENV)-peers/installed: bench/speed/peers-requirements.txt

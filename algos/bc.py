@@ -7,8 +7,8 @@ without the critic. The best episodes ("10% BC") are chosen as by Chen et al. 20
     python algos/bc.py --dataset hopper-medium-v2
     python algos/bc.py --dataset hopper-medium-replay-v2 --top-fraction 0.1 --run-dir runs/bc10
 
-Online steps are 0 by default: online, the policy would imitate its own actions and gain nothing. They exist because
-every file that takes a dataset has them. Actions are then taken without noise, since noise would be imitated too.
+By default there are no online steps: online, the policy would imitate its own actions and gain nothing. The flag exists
+because every file that takes a dataset has it. Online actions have no noise, because noise would be imitated too.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
 @dataclass
 class Args(OfflineArgs):
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the hidden layers of the actor."""
+    """Widths of the actor's hidden layers."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     top_fraction: Fraction = 1.0
-    """Imitate only the episodes of highest return that together hold this share of the transitions."""
+    """Share of the transitions to imitate: those of the episodes with the highest returns."""
 
 
 class Actor(nn.Module):

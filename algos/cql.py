@@ -1,20 +1,21 @@
 """Conservative Q-Learning, CQL(H), and its calibrated form Cal-QL, from offline data to online fine-tuning.
 
-Kumar et al. 2020, "Conservative Q-Learning for Offline Reinforcement Learning", arXiv 2006.04779: SAC whose loss also
-lowers log Σ_a exp Q(s, a) and raises Q at the data's actions. Equation numbers below are that paper's.
-Nakamoto et al. 2023, "Cal-QL: Calibrated Offline RL Pre-Training for Efficient Online Fine-Tuning", arXiv 2303.05479:
-no value is lowered below that of the policy that made the data (`--calibrated`).
+Kumar et al. 2020, "Conservative Q-Learning for Offline Reinforcement Learning", arXiv 2006.04779. It is SAC whose
+critic loss also lowers log Σ_a exp Q(s, a) and raises Q at the data's actions. Equation numbers are that paper's.
+Nakamoto et al. 2023, "Cal-QL: Calibrated Offline RL Pre-Training for Efficient Online Fine-Tuning", arXiv 2303.05479.
+With `--calibrated`, no value is lowered below that of the policy that made the data.
 
     python algos/cql.py --dataset hopper-medium-v2
     python algos/cql.py --dataset antmaze-medium-play-v2 --calibrated --online-steps 1000000
     python algos/cql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
 
-Four choices are the authors' code's and not the paper's (docs/cql.md lists all):
+Four choices follow the authors' code, not the paper (docs/cql.md lists all):
 - The Bellman error has no ½, and the target no entropy.
 - The log-sum-exp also values actions of π(·|s') at s.
 - α's loss is -log α (log π + H̄).
-Two choices are neither's. All losses, α's included, are computed before any network moves. The networks are sac.py's,
-without Cal-QL's learned scale and offset of log σ and its orthogonal initialisation.
+
+Two choices follow neither. All losses, including α's, are computed before any network is updated. The networks are
+those of sac.py, without Cal-QL's orthogonal initialisation and its learned scale and offset of log σ.
 """
 
 import math
@@ -41,9 +42,10 @@ from offline.rewards import RewardTransform
 @dataclass
 class Args(OfflineArgs):
     offline_steps: NonNegativeInt = BY_DOMAIN
-    """Updates on the dataset alone; 0 with --init-from."""
+    """Updates on the dataset alone. With --init-from, the default is 0."""
     retain: Literal["none", "append", "mix"] = "mix"
-    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
+    mix: a fixed share of each batch from the dataset."""
 
     # Networks
     hidden: tuple[int, ...] = BY_DOMAIN
@@ -51,55 +53,57 @@ class Args(OfflineArgs):
     critic_hidden: tuple[int, ...] = BY_DOMAIN
     """Widths of the critics' hidden layers."""
     critics: int = 2
-    """Critics; the target and the actor use the smallest of them."""
+    """Number of critics. Target and actor use the smallest value."""
 
     # Learning
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at each update."""
+    """Soft-update rate of the target critics, at each update."""
     actor_lr: float = 1e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
-    """Learning rate of the critics, and of the Lagrange multiplier."""
+    """Learning rate of the critics and of the Lagrange multiplier."""
     alpha_lr: float = 1e-4
     """Learning rate of the temperature."""
     bc_steps: NonNegativeInt = 0
-    """Number of first updates in which the actor imitates the data's actions instead (the authors' code: 40,000)."""
+    """Updates at the start in which the actor imitates the dataset's actions instead (the authors' code: 40,000)."""
 
     # Bellman target
     max_target_backup: bool = BY_DOMAIN
-    """Back up the best of `cql_actions` next actions instead of one."""
+    """Use the best of --cql-actions next actions in the target, instead of one."""
     backup_entropy: bool = False
-    """Back up the policy's entropy too, as SAC does."""
+    """Add the policy's entropy to the target, as SAC does."""
 
     # Conservative term
     cql_weight: NonNegative = BY_DOMAIN
-    """Weight of the conservative term (min_q_weight)."""
+    """Weight of the conservative term (min_q_weight in the authors' code)."""
     cql_actions: int = 10
-    """Actions n from each of the three sources."""
+    """Actions n that are sampled from each source: uniform, π(·|s) and π(·|s')."""
     cql_temperature: float = 1.0
     """Temperature of the log-sum-exp."""
     importance_sampling: bool = BY_DOMAIN
-    """Divide by the density that each action was drawn with, CQL(H). Otherwise CQL(ρ), in which the data's action is
-    one more sample."""
+    """Divide by the density of each sampled action, CQL(H).
+    Otherwise use CQL(ρ), which adds the dataset's action to the samples."""
     cql_clip_min: OptionalNumber = None
-    """Lower bound of a transition's term (CORL on AntMaze: -200)."""
+    """Lower bound of each transition's conservative term (CORL on AntMaze: -200)."""
     lagrange_gap: NonNegative = BY_DOMAIN
-    """Gap at which a Lagrange multiplier holds the term; 0: no multiplier."""
+    """Value at which a Lagrange multiplier keeps the conservative term. 0: no multiplier."""
     calibrated: bool = False
-    """Cal-QL: lower the policy's actions to the data's return-to-go and no further."""
+    """Use Cal-QL: do not lower values of the policy's actions below the dataset's return-to-go."""
 
     # Rewards
     reward_scale: float = BY_DOMAIN
-    """Factor of each reward."""
+    """Factor that multiplies each reward."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward after scaling."""
+    """Number added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success. Cal-QL's returns-to-go treat an episode of such steps alone as endless."""
+    """Raw reward of a step without success.
+    Cal-QL's returns-to-go assume that an episode of such steps fails forever."""
 
 
-# Locomotion: young-geng/CQL; antmaze, adroit-binary: Cal-QL; kitchen: WSRL, steps Cal-QL's; maze2d, adroit: CORL.
+# Sources: young-geng/CQL for locomotion, Cal-QL for antmaze and adroit-binary, CORL for maze2d and adroit. Kitchen has
+# WSRL's settings and Cal-QL's number of steps.
 LOCOMOTION = {
     "offline_steps": 1_000_000, "hidden": (256, 256), "critic_hidden": (256, 256), "max_target_backup": False,
     "cql_weight": 5.0, "lagrange_gap": 0.0, "importance_sampling": True, "reward_scale": 1.0, "reward_shift": 0.0,

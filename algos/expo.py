@@ -7,7 +7,7 @@ critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv
     python algos/expo.py --dataset antmaze-large-diverse-v2 --offline-steps 500000 --online-steps 200000  # fine-tuning
     python algos/expo.py --dataset data/pen-binary-time.hdf5 --online-steps 20000 --size small  # online, with data
 
-Here log α is held below 20. On most tasks edits are too small to reach the target entropy, and α grows without end.
+Here log α is at most 20. On most tasks the edits are too small to reach the target entropy, so α would grow forever.
 """
 
 import copy
@@ -39,59 +39,60 @@ from offline.rewards import RewardTransform
 class Args(OfflineArgs):
     # From data to online
     offline_steps: NonNegativeInt = BY_DOMAIN
-    """Updates of the base policy alone, on the dataset; 0 with --init-from."""
+    """Updates of the base policy alone, on the dataset. With --init-from, the default is 0."""
     retain: Literal["none", "append", "mix"] = "mix"
-    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
+    mix: a fixed share of each batch from the dataset."""
     random_steps: NonNegativeInt = BY_DOMAIN
-    """Environment steps with uniform random actions before the first online update, if nothing was learned offline."""
+    """Environment steps with uniform random actions before the first update; 0 after offline steps or --init-from."""
     utd: int = BY_SIZE
-    """Critic updates for each environment step; base and edit policy learn once, from the last batch."""
+    """Critic updates for each environment step. Base and edit policy are updated once, on the last batch."""
 
     # Networks
     size: Literal["paper", "small"] = "paper"
-    """Size of networks and updates: the paper's, or one that a laptop can run. It sets every flag `by --size`."""
+    """Size of networks and updates: the paper's, or one for a laptop. It sets the flags whose default is by --size."""
     policy: Literal["diffusion", "flow"] = "diffusion"
-    """The base policy: DDPM, or flow matching with Euler steps."""
+    """Type of the base policy. diffusion: DDPM. flow: flow matching with Euler steps."""
     hidden: tuple[int, ...] = BY_SIZE
-    """Widths of the hidden layers of critics and edit policy."""
+    """Widths of the hidden layers, for critics and edit policy."""
     width: int = BY_SIZE
     """Width of the base policy's residual stream."""
     blocks: int = BY_SIZE
-    """Residual blocks of the base policy."""
+    """Number of residual blocks of the base policy."""
     critics: int = 10
-    """Critics."""
+    """Number of critics."""
     target_critics: int = BY_DOMAIN
-    """Critics that choose an action, and critics that value it, drawn each time without replacement."""
+    """Critics drawn to choose an action, and drawn again to value it, each time without replacement."""
     dropout: Probability = BY_DOMAIN
-    """Dropout in the edit policy's hidden layers."""
+    """Dropout rate of the edit policy's hidden layers."""
 
     # Acting
     denoising_steps: int = 10
     """Steps T of the base policy from noise to an action."""
     base_samples: int = BY_SIZE
-    """Base samples N among the candidates of each choice."""
+    """Number N of base samples among the candidates of each choice."""
     edits: NonNegativeInt = BY_SIZE
-    """Number M of them that are also edited."""
+    """Number M of base samples that are also edited."""
     edit_scale: float = BY_DOMAIN
     """Largest change β that an edit makes to an action in [-1, 1]."""
     base_candidates: bool = True
-    """Choose among base samples and edited samples; otherwise among the edited samples alone."""
+    """Choose among base samples and edited samples. Otherwise choose among the edited samples alone."""
     best_backup: bool = True
-    """Back up the best candidate; otherwise one sample, edited if there are edits."""
+    """Use the best candidate in the target. Otherwise use one sample, which is edited if there are edits."""
     soft_selection: NonNegative = 0.0
-    """κ: draw a candidate with probability ∝ exp(κ Q); 0: take the best."""
+    """κ: choose a candidate with probability ∝ exp(κ Q). With 0, choose the best."""
 
     # Learning
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at each update of the critics."""
+    """Soft-update rate of the target critics, at each update of the critics."""
     base_tau: Fraction = 0.001
-    """Step of the acting base policy, an average, towards the learning one, at each of its updates."""
+    """Soft-update rate of the averaged base policy, which acts, at each update of the base policy."""
     actor_lr: float = 3e-4
-    """Initial learning rate of base and edit policy; it falls to 0 as a cosine."""
+    """Initial learning rate of base and edit policy. It decays to 0 as a cosine."""
     decay_updates: int = 3_000_000
-    """Updates of each over which that learning rate falls to 0."""
+    """Updates over which that learning rate decays to 0, counted for each of the two policies."""
     weight_decay: NonNegative = 1e-4
     """Weight decay of the base policy."""
     critic_lr: float = 3e-4
@@ -99,9 +100,9 @@ class Args(OfflineArgs):
     alpha_lr: float = 3e-4
     """Learning rate of the temperature."""
     adjust_target_entropy: bool = False
-    """Take the target entropy of unscaled edits, which every edit scale can reach."""
+    """Use a target entropy that every edit scale can reach: that of the edits before scaling."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward."""
+    """Number added to each reward."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +110,7 @@ class Args(OfflineArgs):
             most, edits = self.base_samples, self.edits
             if edits > most or not (edits or self.base_candidates):
                 raise InputError(
-                    f"--edits is {edits}: give at most --base-samples, {most}, and some without base candidates"
+                    f"--edits is {edits}: give at most --base-samples, {most} (without base candidates, at least 1)"
                 )
         if self.target_critics is not BY_DOMAIN and self.target_critics > self.critics:
             raise InputError(f"--target-critics is {self.target_critics}: give at most --critics, {self.critics}")
@@ -123,7 +124,7 @@ LOCOMOTION = {
     "offline_steps": 0, "random_steps": 5_000, "target_critics": 2, "dropout": 0.0, "edit_scale": 0.05,
     "reward_shift": 0.0}  # fmt: skip
 ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
-PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; locomotion, maze2d and dense adroit have none
+PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have no locomotion, maze2d or dense adroit
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"offline_steps": 500_000, "target_critics": 1, "reward_shift": -1.0},
     "maze2d": LOCOMOTION | {"target_critics": 1, "edit_scale": 0.2, "reward_shift": -1.0},

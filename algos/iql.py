@@ -8,13 +8,14 @@ numbers below are that paper's.
     python algos/iql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
 
 Public versions differ. This one follows the authors' code:
-- The policy is a Gaussian. Its mean is a tanh, its σ the same in every state; samples are clipped, not squashed.
-- On each batch, V moves first, then the policy and Q, both with the new V, then the target critics.
-- If no online steps follow, the policy's learning rate falls to 0 as a cosine.
+- The policy is a Gaussian with a tanh mean and the same σ in every state. Samples are clipped, not squashed.
+- On each batch, V is updated first, then the policy and Q with the new V, then the target critics.
+- If no online steps follow, the policy's learning rate decays to 0 as a cosine.
 - Online transitions are appended to the dataset (`--retain append`).
 - Observations are not normalised.
+
 Two things differ. Layers are initialised as PyTorch does (docs/iql.md compares that with the authors' `--orthogonal`).
-Online rewards are scaled like the dataset's; the authors' script, which is for AntMaze and Adroit, scales none.
+Online rewards are scaled like the dataset's. The authors' script for AntMaze and Adroit does not scale them.
 """
 
 import math
@@ -41,37 +42,37 @@ from offline.rewards import RewardTransform
 class Args(OfflineArgs):
     # Networks
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the hidden layers of actor, critics and value."""
+    """Widths of the hidden layers, for actor, critics and value network."""
     critics: int = 2
-    """Critics; V and the policy use the smallest target critic."""
+    """Number of critics. V and the policy use the smallest target critic."""
     orthogonal: bool = False
     """Initialise every layer orthogonally with gain √2 and zero biases, as the authors do, not as PyTorch does."""
     dropout: Probability = BY_DOMAIN
-    """Dropout in the actor's hidden layers."""
+    """Dropout rate of the actor's hidden layers."""
 
     # Learning
     expectile: OpenFraction = BY_DOMAIN
-    """τ of the expectile regression, eq. 5."""
+    """τ of the expectile regression (eq. 5)."""
     temperature: float = BY_DOMAIN
-    """β of the policy's weights, eq. 7."""
+    """β of the policy's weights (eq. 7)."""
     max_weight: float = 100.0
-    """Largest of those weights."""
+    """Largest weight of the policy's regression."""
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at each update."""
+    """Soft-update rate of the target critics, at each update."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
     """Learning rate of the critics."""
     value_lr: float = 3e-4
-    """Learning rate of the value."""
+    """Learning rate of the value network."""
 
     # Rewards
     normalize_returns: bool = BY_DOMAIN
-    """Scale rewards by 1000 / (best - worst return of the dataset)."""
+    """Multiply rewards by 1000 / (best - worst return of the dataset)."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward."""
+    """Number added to each reward."""
 
 
 # Appendix B, and the authors' configurations.
@@ -111,7 +112,7 @@ class Actor(nn.Module):
 
     @property
     def clipped_log_std(self) -> Tensor:
-        """log σ in [-5, 2]: without a bound, a large β would lower it without end."""
+        """log σ, clipped to [-5, 2]. Without a bound, a large β would lower it without limit."""
         return self.log_std.clamp(-5.0, 2.0)
 
     def log_prob(self, mean: Tensor, actions: Tensor) -> Tensor:

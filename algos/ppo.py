@@ -10,7 +10,7 @@ Choices where public versions differ (docs/ppo.md lists CleanRL's as flags):
 - As in Tianshou, 64 environments share an iteration of 2,048 steps, advantages are recomputed at every epoch and not
   normalised, and V is not clipped.
 - Rewards are scaled. Tianshou scales returns (`--return-scaling`).
-- A truncated episode bootstraps from its final observation. CleanRL counts it as terminated
+- The return of a truncated episode bootstraps from its final observation. CleanRL counts it as terminated
   (`--treat-truncation-as-termination`).
 - The statistics of observations change between iterations only, so the policy that learns is the one that acted.
 - Actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
@@ -45,13 +45,13 @@ Array = NDArray[np.float32]
 @dataclass
 class Args(OnlineArgs):
     num_envs: int = 64
-    """Environments stepped together; they share an iteration's steps."""
+    """Number of environments stepped together. They share an iteration's steps."""
     eval_every: int = 20_000
-    """Environment steps between evaluations, which take place at the end of an iteration."""
+    """Environment steps between evaluations. An evaluation takes place at the end of an iteration."""
 
     # Networks
     hidden: tuple[int, ...] = (64, 64)
-    """Widths of the hidden layers of policy and value function."""
+    """Widths of the hidden layers, for policy and value function."""
     initial_std: float = 0.6
     """Initial standard deviation of the policy."""
     actor_gain: float = 0.01
@@ -61,37 +61,37 @@ class Args(OnlineArgs):
 
     # Learning
     rollout_steps: int = 2_048
-    """Environment steps of an iteration, those of all environments added up."""
+    """Environment steps in an iteration, summed over all environments."""
     epochs: int = 10
-    """Passes over the steps of an iteration."""
+    """Epochs: passes over the steps of an iteration."""
     minibatch_size: int = 64
-    """Steps in a gradient step."""
+    """Environment steps in each minibatch."""
     learning_rate: float = 3e-4
-    """Initial learning rate; it falls linearly to 0."""
+    """Initial learning rate. It decays linearly to 0."""
     decay_steps: NonNegativeInt = 0
-    """Environment steps after which the learning rate is 0; 0: `total_steps`."""
+    """Environment steps after which the learning rate is 0. With 0, this is --total-steps."""
     adam_epsilon: float = 1e-5
     """ε of Adam."""
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     gae_lambda: UnitInterval = 0.95
     """λ of the advantage estimate."""
     clip: float = 0.2
-    """ε: bound of the ratio of new to old probability, 1 ± ε."""
+    """ε: the ratio of new to old probability is clipped to 1 ± ε."""
     value_clip: bool = False
-    """Clip the change of the value function by ε too."""
+    """Also clip the change of the value function, by the same ε."""
     value_coefficient: float = 0.25
     """Weight of the value function's loss."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
     max_gradient_norm: float = 0.5
-    """Longest gradient, over all parameters; longer ones are scaled down."""
+    """Largest norm of the gradient of all parameters. A larger gradient is scaled down to it."""
     normalize_advantages: bool = False
     """Normalise advantages to mean 0 and variance 1 in every minibatch."""
     recompute_advantages: bool = True
-    """Compute advantages at every epoch, with the current value function."""
+    """Compute advantages again at every epoch, with the current value function."""
     return_scaling: bool = False
-    """Scale the value function's targets by the returns' standard deviation, instead of scaling rewards."""
+    """Divide the value function's targets by the returns' standard deviation, instead of scaling rewards."""
     treat_truncation_as_termination: bool = False
     """Count a truncated episode as terminated, as CleanRL does."""
 
@@ -194,12 +194,12 @@ class PPO:
         return metrics | {"losses/gradient_norm": self.optimizer.gradient_norm}
 
     def decay(self, step: int) -> None:
-        """Set the learning rate of the iteration that starts at `step`: it falls linearly to 0."""
+        """Set the learning rate of the iteration that starts at `step`. It decays linearly to 0."""
         passed = step / (self.args.decay_steps or self.args.total_steps)
         self.optimizer.lr = self.args.learning_rate * max(0.0, 1.0 - passed)
 
     def update(self, rollout: Transitions, step: Callable[..., Metrics] | None = None) -> Metrics:
-        """Take epochs of minibatch steps on an iteration's transitions, arrays of [steps, num_envs, ...] (algorithm 1).
+        """Run all epochs of minibatch steps on an iteration's transitions, [steps, num_envs, ...] (algorithm 1).
 
         `step` is a faster form of the method, with a minibatch's parts as its arguments.
         """
@@ -257,9 +257,9 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float,
 ) -> Array:
-    """Â_t = δ_t + γλ Â_{t+1} within an episode, δ_t = r_t + γ V(s_{t+1}) - V(s_t); all [steps, num_envs].
+    """Return Â_t = δ_t + γλ Â_{t+1} within an episode, with δ_t = r_t + γ V(s_{t+1}) - V(s_t): [steps, num_envs].
 
-    Source: arXiv 1506.02438, eq. 16. A termination masks V(s_{t+1}); the end of an episode, of either kind, Â_{t+1}.
+    Source: arXiv 1506.02438, eq. 16. A termination masks V(s_{t+1}). Both kinds of episode end mask Â_{t+1}.
     """
     advantages = rewards + np.float32(gamma) * np.where(terminations, np.float32(0), next_values) - values
     carried = np.where(dones, np.float32(0), np.float32(gamma * gae_lambda))
@@ -270,7 +270,7 @@ def generalized_advantages(
 
 @returns_result
 def train(args: Args) -> Result:
-    if args.minibatch_size * max(args.hidden) ** 2 < 2**20:  # products so small take longer on several threads
+    if args.minibatch_size * max(args.hidden) ** 2 < 2**20:  # such small products take longer on several threads
         torch.set_num_threads(1)
     run = Run("ppo", args)
     rollout = Rollout(args.env, args)

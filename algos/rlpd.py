@@ -7,11 +7,11 @@ Ball, Smith, Kostrikov and Levine 2023, "Efficient Online Reinforcement Learning
     python algos/rlpd.py --dataset data/mine.hdf5 --env Hopper-v4 --utd 4
 
 The choices are those of the authors' code:
-- each of the 20 critic updates a step has a batch of its own, half online and half from the dataset;
-- each target takes the smallest of `target_critics` target critics, drawn without replacement;
-- critics are layer-normalised, the actor is not; all start as Glorot's uniform layers without biases;
-- actor and temperature learn once a step, on the last batch; the actor climbs the mean of all critics;
-- the target contains the entropy on locomotion alone.
+- Each of the 20 critic updates per step has its own batch, half online data and half from the dataset.
+- Each target uses the smallest of `target_critics` target critics, drawn without replacement.
+- Critics have layer normalisation, the actor has none. Weights start as Glorot uniform, biases as 0.
+- Actor and temperature are updated once per step, on the last batch. The actor maximises the mean of all critics.
+- The target includes the entropy on locomotion only.
 """
 
 import copy
@@ -39,29 +39,30 @@ from offline.rewards import RewardTransform
 class Args(OfflineArgs):
     # From data to online
     offline_steps: NonNegativeInt = 0
-    """Updates on the dataset alone; the paper has none."""
+    """Updates on the dataset alone. The paper has none."""
     online_steps: NonNegativeInt = BY_DOMAIN
-    """Environment steps, those of all environments added up."""
+    """Environment steps, summed over all environments."""
     retain: Literal["none", "append", "mix"] = "mix"
-    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
+    mix: a fixed share of each batch from the dataset."""
     random_steps: NonNegativeInt = 5_000
     """Environment steps with uniform random actions before the first online update."""
     utd: int = 20
-    """Critic updates for each environment step, each on `batch_size`; the actor learns once, from the last batch."""
+    """Critic updates for each environment step, each on a new batch. The actor is updated once, on the last batch."""
 
     # Networks
     hidden: tuple[int, ...] = BY_DOMAIN
-    """Widths of the hidden layers of actor and critics."""
+    """Widths of the hidden layers, for actor and critics."""
     critics: int = 10
-    """Critics; the actor uses their mean."""
+    """Number of critics. The actor uses their mean."""
     target_critics: int = BY_DOMAIN
-    """How many of them, drawn again for each target, the target uses."""
+    """Number of critics that a target uses. They are drawn again for each target."""
 
     # Learning
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at each update of the critics."""
+    """Soft-update rate of the target critics, at each update of the critics."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
@@ -69,13 +70,13 @@ class Args(OfflineArgs):
     alpha_lr: float = 3e-4
     """Learning rate of the temperature."""
     batch_size: int = 256
-    """Transitions in an update of the critics."""
+    """Transitions in each update of the critics."""
     backup_entropy: bool = BY_DOMAIN
-    """Back up the policy's entropy, as SAC does."""
+    """Add the policy's entropy to the target, as SAC does."""
     target_entropy: AnyNumber = -0.5
     """Target entropy H̄ for each dimension of the action."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward."""
+    """Number added to each reward."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

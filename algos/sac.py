@@ -7,15 +7,16 @@ are that paper's.
     python algos/sac.py --env Hopper-v4 --seed 2 --total-steps 300000
     python algos/sac.py --env Humanoid-v4 --num-envs 4
 
-Public versions differ. This one follows the SAC baseline of CrossQ (Bhatt et al. 2024), whose public curves on
-Gymnasium's v4 environments are the best:
+Public versions differ. This one follows the SAC baseline of CrossQ (Bhatt et al. 2024), which has the best public
+curves on Gymnasium's v4 environments:
 - The learning rate is 1e-3 for actor, critics and temperature (paper: 3e-4).
 - The first 5,000 actions are uniform random (paper: 1,000 to 10,000, by environment).
-- log σ is clipped to [-20, 2] (others squash it into [-5, 2]).
-- The target takes the smallest of all critics and backs up entropy with the current α, as the paper does.
-- α's loss is α (-log π - H̄), so its gradient in log α is scaled by α (eq. 18; others drop that α).
+- log σ is clipped to [-20, 2] (other versions squash it into [-5, 2]).
+- The target uses the smallest of all critics and includes the entropy with the current α, as in the paper.
+- α's loss is α (-log π - H̄), so its gradient in log α is scaled by α (eq. 18; other versions drop that α).
 - Actions are in [-1, 1] and the environment wrapper rescales them, so H̄ = -|A| means the same in every environment.
-One choice is PyTorch's instead: the initialisation. CrossQ's, LeCun normal, learned more slowly here (docs/sac.md).
+
+The initialisation is PyTorch's instead. CrossQ's, LeCun normal, learned more slowly here (docs/sac.md).
 """
 
 import math
@@ -41,35 +42,35 @@ from envs.rollout import Rollout
 class Args(OnlineArgs, OffPolicyArgs):
     # Networks
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the hidden layers of actor and critics."""
+    """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
-    """Critics; the target and the actor use the smallest of them."""
+    """Number of critics. Target and actor use the smallest value."""
 
     # Learning
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at each update."""
+    """Soft-update rate of the target critics, at each update."""
     actor_lr: float = 1e-3
     """Learning rate of the actor."""
     critic_lr: float = 1e-3
     """Learning rate of the critics."""
     alpha_lr: NonNegative = 1e-3
-    """Learning rate of the temperature; 0 keeps it constant."""
+    """Learning rate of the temperature. With 0 it stays constant."""
     alpha: float = 1.0
     """Initial temperature."""
     target_entropy: AnyNumber = -1.0
     """Target entropy H̄ for each dimension of the action."""
     batch_size: int = 256
-    """Transitions in an update."""
+    """Transitions in each update."""
     utd: int = 1
     """Updates for each environment step (update-to-data ratio)."""
 
     # Data
     learning_starts: NonNegativeInt = 5_000
-    """Steps with uniform random actions before the first update."""
+    """Environment steps with uniform random actions before the first update."""
     buffer_size: int = 1_000_000
-    """Transitions that the replay buffer holds."""
+    """Capacity of the replay buffer, in transitions."""
 
 
 class Actor(nn.Module):

@@ -8,10 +8,10 @@ Algorithm and equation numbers below are that paper's.
     python algos/td3.py --env Walker2d-v4 --num-envs 4
 
 Choices where public versions differ:
-- Networks and batch are those of the authors' current code (256 × 256, 256; paper: 400 × 300, 100).
+- Networks of 256 × 256 and a batch of 256 are those of the authors' current code (paper: 400 × 300 and 100).
 - The learning rate is the paper's 1e-3, which made the published curves (current code: 3e-4).
-- The first 5,000 actions are uniform random (paper: 1,000 or 10,000, by environment; current code: 25,000).
-- The actor and every target network move at each second update, as in the paper's algorithm 1.
+- The first 5,000 actions are uniform random. In the paper, these are 1,000 or 10,000, in the current code 25,000.
+- The actor and every target network are updated at each second update, as in the paper's algorithm 1.
 - Actions are in [-1, 1] and the environment wrapper rescales them, so noise is in units of the action bound.
 """
 
@@ -36,15 +36,15 @@ from envs.rollout import Rollout
 class Args(OnlineArgs, OffPolicyArgs):
     # Networks
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the hidden layers of actor and critics."""
+    """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
-    """Critics; the target uses the smallest of them, the actor the first."""
+    """Number of critics. The target uses the smallest value, the actor the first critic."""
 
     # Learning
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target networks towards actor and critics, at each update of the actor."""
+    """Soft-update rate of the target networks, at each update of the actor."""
     actor_lr: float = 1e-3
     """Learning rate of the actor."""
     critic_lr: float = 1e-3
@@ -52,21 +52,21 @@ class Args(OnlineArgs, OffPolicyArgs):
     policy_delay: int = 2
     """Critic updates for each update of the actor and the target networks."""
     exploration_noise: NonNegative = 0.1
-    """Standard deviation of the noise on the actions taken."""
+    """Standard deviation of the exploration noise."""
     target_noise: NonNegative = 0.2
     """Standard deviation of the noise on the target's actions (target policy smoothing)."""
     target_noise_clip: NonNegative = 0.5
-    """Bound of that noise."""
+    """Largest absolute value of the noise on the target's actions."""
     batch_size: int = 256
-    """Transitions in an update."""
+    """Transitions in each update."""
     utd: int = 1
     """Updates for each environment step (update-to-data ratio)."""
 
     # Data
     learning_starts: NonNegativeInt = 5_000
-    """Steps with uniform random actions before the first update."""
+    """Environment steps with uniform random actions before the first update."""
     buffer_size: int = 1_000_000
-    """Transitions that the replay buffer holds."""
+    """Capacity of the replay buffer, in transitions."""
 
 
 class Actor(nn.Module):
@@ -133,7 +133,7 @@ class TD3:
         return loss, {"losses/actor": loss.detach()}
 
     def update(self, batch: Batch, with_actor: bool) -> Metrics:
-        """One gradient step of the critics, and where it is due of the actor (the paper's algorithm 1)."""
+        """Take a gradient step with the critics, and one with the actor if `with_actor` (algorithm 1)."""
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)
         if with_actor:

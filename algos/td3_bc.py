@@ -35,17 +35,17 @@ from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
 class Args(OfflineArgs):
     # Networks
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the hidden layers of actor and critics."""
+    """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
-    """Critics; the target uses the smallest of them, the actor the first."""
+    """Number of critics. The target uses the smallest value, the actor the first critic."""
 
     # Learning
     alpha: float = 2.5
-    """α: weight of the critic's value, relative to the imitation of the batch's actions."""
+    """α: weight of the critic's value relative to the imitation of the dataset's actions."""
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target networks towards actor and critics, at each update of the actor."""
+    """Soft-update rate of the target networks, at each update of the actor."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
@@ -53,11 +53,11 @@ class Args(OfflineArgs):
     policy_delay: int = 2
     """Critic updates for each update of the actor and the target networks."""
     exploration_noise: NonNegative = 0.1
-    """Standard deviation of the noise on the actions taken online."""
+    """Standard deviation of the exploration noise online."""
     target_noise: NonNegative = 0.2
     """Standard deviation of the noise on the target's actions (target policy smoothing)."""
     target_noise_clip: NonNegative = 0.5
-    """Bound of that noise."""
+    """Largest absolute value of the noise on the target's actions."""
 
 
 class Actor(nn.Module):

@@ -9,12 +9,12 @@ arXiv 2101.05982). Online learning is SAC with four critic updates a step.
     python algos/wsrl.py --dataset hopper-medium-v2 --online-steps 100000 --init-from runs/cql
 
 The paper's comparisons are flags:
-- the data retained: --retain mix            - no warm-up: --warmup-steps 0
+- data retained: --retain mix                - no warm-up: --warmup-steps 0
 - random warm-up: --warmup random            - pessimism kept: --online-cql
-- RLPD, as that paper runs it: --offline-steps 0 --retain mix (algos/rlpd.py is RLPD itself)
+- RLPD as that paper runs it: --offline-steps 0 --retain mix (algos/rlpd.py is RLPD itself)
 
-Three differences from the authors' code (docs/wsrl.md lists all): Adam takes no step without a loss. The critics are
-updated first offline too. α's loss is sac.py's.
+Three differences from the authors' code matter most (docs/wsrl.md lists all). Adam takes no step without a loss. The
+critics are updated first offline too. α's loss is that of sac.py.
 """
 
 import copy
@@ -46,17 +46,18 @@ from offline.rewards import RewardTransform
 class Args(OfflineArgs):
     # From data to online
     offline_steps: NonNegativeInt = BY_DOMAIN
-    """Updates on the dataset alone; 0 with --init-from."""
+    """Updates on the dataset alone. With --init-from, the default is 0."""
     retain: Literal["none", "append", "mix"] = "none"
-    """What is sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
+    mix: a fixed share of each batch from the dataset."""
     warmup_steps: NonNegativeInt = 5_000
-    """Environment steps before the first online update, whatever is retained."""
+    """Environment steps before the first online update, for every --retain."""
     warmup: Literal["policy", "random"] = "policy"
-    """Who acts in the warm-up: the frozen policy, or uniform noise."""
+    """Actions in the warm-up. policy: those of the frozen policy. random: uniform noise."""
     online_cql: bool = False
-    """Keep the conservative term, and the best of `cql_actions` next actions, online."""
+    """Keep the conservative term online, and the best of --cql-actions next actions in the target."""
     utd: int = 4
-    """Critic updates for each environment step, each on `batch_size`; the actor learns once, from all of them."""
+    """Critic updates for each environment step, each on a new batch. The actor is updated once, on all of them."""
 
     # Networks
     hidden: tuple[int, ...] = BY_DOMAIN
@@ -64,53 +65,54 @@ class Args(OfflineArgs):
     critic_hidden: tuple[int, ...] = BY_DOMAIN
     """Widths of the critics' hidden layers."""
     critics: int = 10
-    """Critics; the actor uses the smallest of them."""
+    """Number of critics. The actor uses the smallest value."""
     target_critics: int = 2
-    """Critics that a target and the conservative term use, drawn each time with replacement."""
+    """Number of critics for a target and for the conservative term, drawn each time with replacement."""
     layer_norm: bool = True
-    """Normalise each hidden layer of actor and critics."""
+    """Use layer normalisation in each hidden layer of actor and critics."""
     shared_head: bool = False
     """Give all critics one output layer, as the authors' code does."""
     last_scale: float = math.sqrt(2.0)
-    """Gain of the last hidden layer's orthogonal initialisation, in actor and critics (the authors' code: 0.01)."""
+    """Gain of the orthogonal initialisation of the last hidden layer, actor and critics (authors' code: 0.01)."""
     std: Literal["exp", "uniform"] = BY_DOMAIN
-    """The policy's standard deviation: a function of the state, or the same in every state."""
+    """The policy's standard deviation. exp: a function of the state. uniform: the same in every state."""
 
     # Learning
     gamma: Fraction = 0.99
-    """Discount."""
+    """Discount factor."""
     tau: Fraction = 0.005
-    """Step of the target critics towards the critics, at each update of the critics."""
+    """Soft-update rate of the target critics, at each update of the critics."""
     actor_lr: float = 1e-4
     """Learning rate of the actor."""
     critic_lr: float = 3e-4
-    """Learning rate of the critics, and of the Lagrange multiplier."""
+    """Learning rate of the critics and of the Lagrange multiplier."""
     alpha_lr: float = 1e-4
     """Learning rate of the temperature."""
     batch_size: int = 256
-    """Transitions in an update of the critics."""
+    """Transitions in each update of the critics."""
     online_max_target_backup: bool = BY_DOMAIN
-    """Back up the best of `cql_actions` next actions online too."""
+    """Use the best of --cql-actions next actions in the target online too."""
 
     # Pre-training
     calibrated: bool = BY_DOMAIN
-    """Cal-QL, else CQL."""
+    """Pre-train with Cal-QL. Otherwise pre-train with CQL."""
     cql_weight: NonNegative = BY_DOMAIN
     """Weight of the conservative term."""
     lagrange_gap: NonNegative = BY_DOMAIN
-    """Gap at which a Lagrange multiplier, then the term's weight, holds the term; 0: no multiplier."""
+    """Value at which a Lagrange multiplier, instead of --cql-weight, keeps the conservative term. 0: no multiplier."""
     cql_actions: int = 10
-    """Actions n from each of the three sources, and in a target's maximum."""
+    """Actions n that are sampled from each source (uniform, π(·|s), π(·|s')) and in a target's maximum."""
     importance_sampling: bool = BY_DOMAIN
-    """Divide by the density that each action was drawn with."""
+    """Divide by the density of each sampled action. Otherwise add the dataset's action to the samples."""
 
     # Rewards
     reward_scale: float = BY_DOMAIN
-    """Factor of each reward."""
+    """Factor that multiplies each reward."""
     reward_shift: AnyNumber = BY_DOMAIN
-    """Added to each reward after scaling."""
+    """Number added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success. Cal-QL's returns-to-go treat an episode of such steps alone as endless."""
+    """Raw reward of a step without success.
+    Cal-QL's returns-to-go assume that an episode of such steps fails forever."""
 
 
 LOCOMOTION = {  # the authors' configurations
@@ -221,7 +223,7 @@ class WSRL:
         return (torch.logsumexp(entries, dim=1) - data).mean()
 
     def critic_loss(self, batch: Batch, online: bool) -> tuple[Tensor, Tensor | None, Metrics]:
-        """Return the Bellman error, plus the conservative term if it counts, and that term alone for α'."""
+        """Return the Bellman error plus the conservative term, if that is used, and the term alone for α'."""
         args = self.args
         as_offline = args.online_cql or not online
         target = self.target(batch, args.cql_actions if as_offline or args.online_max_target_backup else 1)
@@ -284,7 +286,7 @@ def with_networks(args: Args) -> Args:
     """
     if args.init_from is None:
         return args
-    _, own = name_and_folder("wsrl", args)  # for a resumed run, as the folder of --init-from may be gone
+    _, own = name_and_folder("wsrl", args)  # for a resumed run, because the folder of --init-from may be gone
     theirs = run_config(own if exists(own / "checkpoint" / "state.pt") else args.init_from)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")

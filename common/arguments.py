@@ -158,31 +158,33 @@ class RunArgs:
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
     seed: NonNegativeInt = 1
-    """Seed of everything random: networks, exploration, environments, batches."""
+    """Random seed of networks, exploration, environments and batches."""
     num_envs: int = 1
-    """Environments stepped together."""
+    """Number of environments stepped together."""
     vectorizer: Literal["sync", "async", "envpool"] = "sync"
-    """Step environments one after another, each in its own process, or in EnvPool's threads (docs/environments.md)."""
+    """How environments are stepped (docs/environments.md).
+    sync: one after another. async: each in its own process. envpool: in EnvPool's threads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of networks and replay buffer; auto: CUDA if available, else the CPU."""
+    """Device of networks and replay buffer. auto selects CUDA if it is available, else the CPU."""
     compile: bool = IF_IT_PAYS
-    """On the CPU, record updates and compile them (docs/cpu.md). On CUDA, use torch.compile too."""
+    """On the CPU, record and compile the updates (docs/cpu.md). On CUDA, also use torch.compile."""
     cuda_graph: bool = True
-    """On CUDA, run update and acting as captured graphs, which launch all their kernels at once."""
+    """On CUDA, run updates and policy as CUDA graphs, which launch all their kernels at once."""
     tf32: bool = False
-    """On CUDA, multiply matrices with 10 bits of mantissa, not 23, as JAX does; faster for large networks."""
+    """On CUDA, multiply matrices with 10 bits of mantissa instead of 23, as JAX does. Faster for large networks."""
     products: Literal["float32", "bfloat16"] = "float32"
-    """On the CPU, the type in which matrices are multiplied; bfloat16 has 8 bits of mantissa (docs/cpu.md)."""
+    """Number type of matrix products on the CPU. bfloat16 has 8 bits of mantissa (docs/cpu.md)."""
     run_dir: Path | None = None
-    """Run folder; None: runs/<algorithm>__<env or dataset>__<seed>."""
+    """Run folder. None means runs/<algorithm>__<env or dataset>__<seed>."""
     eval_every: int = 5_000
     """Environment steps between evaluations."""
     eval_episodes: NonNegativeInt = 10
-    """Episodes of an evaluation, with the same starts each time; 0: none. Policies are deterministic, except EXPO's."""
+    """Episodes in each evaluation, with the same seeds each time; 0 turns evaluation off.
+    The policy is deterministic, except EXPO's."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
     track: bool = False
-    """Log to Weights & Biases too."""
+    """Also log to Weights & Biases."""
 
     @property
     def task(self) -> str:
@@ -214,7 +216,7 @@ class OffPolicyArgs(RunArgs):
     extendable: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
 
     overlap: bool = WITH_CUDA
-    """Act before the last step's updates, not after them, so that the device learns while the environment steps."""
+    """Choose each action before the last step's updates, so that the device learns while the environments step."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Collect, save and restore the state of a run, in files that are either whole or absent."""
+"""Collect, save and restore the state of a run, in files that are either complete or absent."""
 
 import contextlib
 import dataclasses
@@ -217,13 +217,13 @@ def read_bytes(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> InputError:
     allowed = isinstance(error, PermissionError)
-    cure = "give this user permission to read it and its folders" if allowed else "see to that"
+    cure = "give this user permission to read it and its folders" if allowed else "correct that"
     return InputError(f"{path} cannot be read ({error.strerror}): {cure}, then run the same command again")
 
 
 def _does_not_fit(path: Path) -> InputError:
     size = path.stat().st_size / 1e6
-    return InputError(f"{path} ({size:,.1f} MB) does not fit into memory: free some, then run the same command again")
+    return InputError(f"{path} ({size:,.1f} MB) does not fit into memory: free memory, then run the same command again")
 
 
 def _as_tensors(state: Any) -> Any:

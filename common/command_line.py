@@ -59,14 +59,14 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     except torch.OutOfMemoryError as error:
         full = str(error).partition(". ")[0]  # the first sentence of a paragraph
         sys.stderr.write(
-            f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the card\n"
+            f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the GPU\n"
         )
         raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         where = error.filename or "the run folder"
-        sys.stderr.write(f"{program}: {error.strerror} ({where}): make room, then the same command goes on\n")
+        sys.stderr.write(f"{program}: {error.strerror} ({where}): make room, then run the same command again\n")
         raise SystemExit(1) from None
 
 

@@ -1,4 +1,4 @@
-"""The device and torch.compile; on CUDA also repeatable runs, a bound of their memory, and updates as one graph.
+"""Select the device. On CUDA, also make runs repeatable, limit their memory, and launch an update as one graph.
 
 These networks are small. Launching the hundred or more kernels of an update one by one takes several times as long as
 the kernels themselves. A CUDA graph launches all of them at once.
@@ -38,7 +38,7 @@ def device(name: str, tf32: bool = False) -> torch.device:
     On CUDA, float32 matrices are multiplied with 23 bits of mantissa, or with 10 if `tf32`. Raises InputError if CUDA
     is missing although `name` or a share in ONRAMP_GPU_SHARE asks for it.
     """
-    shares = f"{GPU_SHARE_ENV} gives a share of a GPU" if GPU_SHARE_ENV in os.environ else ""
+    shares = f"{GPU_SHARE_ENV} is set" if GPU_SHARE_ENV in os.environ else ""
     meant = "--device is cuda" if name == "cuda" else shares
     if name != "cpu" and meant and not torch.cuda.is_available():
         raise InputError(f"{meant}, but PyTorch sees no CUDA device here: give --device cpu")

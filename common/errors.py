@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class InputError(Exception):
-    """A flag, id, file or folder that the user gave cannot work. Exit status 2; the message names the cure."""
+    """A flag, id, file or folder from the user cannot be used. Exit status 2. The message names the remedy."""
 
 
 class Finished(Exception):
@@ -16,14 +16,14 @@ class Finished(Exception):
 
 
 class RunError(Exception):
-    """The run itself failed (a non-finite loss, a full disk). Exit status 1; the message names place and cure."""
+    """The run itself failed (a non-finite loss, a full disk). Exit status 1. The message names place and remedy."""
 
 
 def diverged(what: str, step: int, folder: Path) -> RunError:
     """Return the error of a run in `folder` that computed a non-finite number at `step`; `what` describes it."""
     return RunError(
-        f"{what} at step {step:,}: try a smaller learning rate or reward scale; "
-        f"the last checkpoint before it, if there was one, is in {folder}"
+        f"{what} at step {step:,}: try a smaller learning rate or reward scale\n"
+        f"the last checkpoint, if there is one, is in {folder}"
     )
 
 
@@ -39,5 +39,5 @@ def require_finite(first: int, **parts: NDArray[Any]) -> None:
     if bad:
         raise RunError(
             f"the environment gave non-finite {' and '.join(bad)} in transition {first:,}: "
-            "see whether it diverges (actions, time step), or give another --env or --seed"
+            "check whether it diverges (actions, time step), or give another --env or --seed"
         )

@@ -49,7 +49,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
                 what = f'info["return"] of {returns[i]}' if "return" in info else what
                 raise RunError(
                     f"the environment gave a non-finite {what} in step {lengths[i]:,} of evaluation episode {i}\n"
-                    "see whether it diverges (actions, time step), or give another --env"
+                    "check whether it diverges (actions, time step), or give another --env"
                 )
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])

@@ -19,7 +19,7 @@ from common.tracing import CannotRecord
 
 R = TypeVar("R")
 Form = Literal["eager", "recorded", "CUDA graphs"]
-CURE = "give the run a working C++ compiler (CXX names it)"
+CURE = "install a working C++ compiler or name one in CXX"
 ANOTHER_RUN = "or start a run with --no-compile in another --run-dir"
 CHECK_EVERY = 60.0  # seconds
 CHECK_SHARE = 0.01  # of the time, at most
@@ -97,7 +97,7 @@ class Launch:
         """Return a recording of the function, or the function itself if it cannot be recorded."""
         if self.form != "recorded":
             return function
-        self.notify("compiling an update or action, for seconds to minutes (later starts take it from the cache)")
+        self.notify("compiling an update or action, which takes seconds to minutes (later starts use the cache)")
         try:
             recording = Recording(function, tensors, self.agent)
             recording.check(*tensors)

@@ -146,7 +146,7 @@ class _AppendedFile:
         size = sizes.get(path.name, 0)
         self.file = path.open("r+b" if path.exists() else "w+b")
         if self.file.seek(0, os.SEEK_END) < size:
-            raise InputError(f"{path} is shorter than its checkpoint says: {RESTORE_OR_RESTART}")
+            raise InputError(f"{path} is shorter than its checkpoint requires: {RESTORE_OR_RESTART}")
         self.file.truncate(size)
         self.file.seek(size)
 

@@ -1,4 +1,4 @@
-"""Measure the memory that this process may still take, and explain an allocation that fails."""
+"""Measure the memory that this process may still use, and explain an allocation that fails."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ _GROUPS = {
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process may still take on `device`.
+    """Return the bytes that this process may still use on `device`.
 
     On a GPU, they are the free bytes within this process's share of the card. On the CPU, they are the least of what
     the machine, every control group around the process and its address space have left.
@@ -119,8 +119,8 @@ def report_out_of_memory(function: Callable[P, T]) -> Callable[P, T]:
                 raise
             reason = " ".join(str(error).split())[:150]
             raise RunError(
-                f"there is not enough memory ({reason}). Free some, raise the limit of this process (ulimit -v) or its "
-                "container, or give smaller networks, batches or --buffer-size"
+                f"there is not enough memory ({reason}). Free some, raise the limit of this process (ulimit -v) or of "
+                "its container, or give smaller networks, batches or --buffer-size"
             ) from None
 
     return wrapped

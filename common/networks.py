@@ -244,7 +244,7 @@ class TanhGaussian:
         return self._log_prob(u, (u - self.mean) * torch.exp(-self.log_std))
 
     def _log_prob(self, u: Tensor, noise: Tensor) -> Tensor:
-        # log(1 - tanh(u)²) = 2 (log 2 - u - softplus(-2u)) is exact for every u; the usual log(1 - a² + 1e-6) is not.
+        # log(1 - tanh(u)²) = 2 (log 2 - u - softplus(-2u)) is exact for every u. The usual log(1 - a² + 1e-6) is not.
         log_slope = 2.0 * (LOG_2 - u - F.softplus(-2.0 * u))
         return (-0.5 * noise.square() - self.log_std - log_slope - HALF_LOG_2PI).sum(-1)
 

@@ -1,4 +1,4 @@
-"""How parameters move: `Adam` steps down a gradient, `SoftUpdate` moves a target network to the online one."""
+"""Update parameters: `Adam` follows a gradient, `SoftUpdate` moves a target network towards the online one."""
 
 import inspect
 from collections.abc import Iterable

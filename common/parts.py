@@ -45,7 +45,7 @@ def compile_parts(
     examples: Sequence[Any],
     compiled: Callable[[fx.GraphModule, list[Any]], Compiled],
 ) -> Compiled:
-    """Return `graph`, cut behind the nodes named `cuts`, as a function of its inputs. Equal parts share their code.
+    """Return `graph`, cut after the nodes named `cuts`, as a function of its inputs. Equal parts share their code.
 
     `compiled` compiles a graph for inputs like the given ones, and `examples` are such inputs. The graph stays whole if
     a part would change another's results, or would return memory that another one changes.

@@ -98,7 +98,7 @@ class ReplayBuffer(Part):
                 raise InputError(
                     f"the replay buffer of {capacity:,} transitions takes {_gigabytes(self.num_bytes)}, "
                     f"{self.device} has {_gigabytes(free)} free: give a smaller --buffer-size "
-                    f"(at most {int(free / self.num_bytes * capacity):,}), or where it is a dataset's --device cpu"
+                    f"(at most {int(free / self.num_bytes * capacity):,}), or --device cpu for a dataset"
                 )
             self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
         self.size = torch.zeros((), dtype=torch.int64, device=self.device)  # len(self), for code on the device
@@ -189,7 +189,10 @@ class ReplayBuffer(Part):
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Restore the rows of `state`. Raises InputError if files are missing or damaged, or have other widths."""
         if tuple(state["widths"]) != self.widths:
-            raise InputError(f"{folder} holds rows of {state['widths']}, this environment gives {list(self.widths)}")
+            raise InputError(
+                f"{folder} holds rows of {state['widths']}, this environment gives {list(self.widths)}: "
+                "give the run's own environment"
+            )
         row_bytes = 4 * sum(self.widths)
         self.added = self._saved = state["added"]
         self._segments = [_Segment(*segment) for segment in state["segments"]]

@@ -59,7 +59,7 @@ def eval_policy(agent: Agent) -> Act:
 
 
 class FinishedRun(Finished):
-    """The run is complete already, with this result."""
+    """The run is already complete, with this result."""
 
     def __init__(self, message: str, result: Result) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class FinishedRun(Finished):
 
 
 def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
-    """Wrap `train` so that a run that is finished already returns its result."""
+    """Wrap `train` so that a run that is already finished returns its result."""
 
     @functools.wraps(train)
     def wrapped(args: A) -> Result:
@@ -118,14 +118,14 @@ class Run:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
         self._signal = 0
         self._handlers: dict[int, Any] = {}  # the signal handlers before this run
-        self._grown: dict[str, Any] | None = None  # the config of a run that is extended
+        self._grown: dict[str, Any] | None = None  # the config of a run that is being extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
         try:
             self._check_folder()
         except OSError as error:
             where = error.filename or self.folder
-            cure = "permit this user to read it, or give" if isinstance(error, PermissionError) else "give"
+            cure = "give this user permission to read it, or give" if isinstance(error, PermissionError) else "give"
             raise InputError(f"{where} cannot be read ({error.strerror}): {cure} another --run-dir") from None
 
     def resume(self, agent: Agent, rollout: Environments, **parts: checkpoint.Part) -> None:
@@ -187,19 +187,19 @@ class Run:
                 failed = getattr(handler, "__self__", None)  # an earlier run of this process that failed
                 self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
         if saved is None:
-            self.logger.say(f"{self.name}: on {self.device}, into {self.folder}")
+            self.logger.say(f"{self.name}: starts on {self.device}, in {self.folder}")
             if note:
                 self.logger.say(note)
             return None
-        self.logger.say(f"{self.name}: goes on from step {self.logger.step:,}, on {self.device}, in {self.folder}")
+        self.logger.say(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
             self.logger.say(
-                "note: the updates of its last step are done already, one action earlier than in a longer run"
+                "note: the updates of its last step were made one action earlier than in a run of the new length"
             )
         before = self._made_by()["versions"]
         if before != self.config["versions"]:
             changed = [name for name, version in self.config["versions"].items() if before.get(name) != version]
-            self.logger.say(f"warning: {', '.join(changed)} changed since it began; it is not bit for bit the same run")
+            self.logger.say(f"warning: {', '.join(changed)} changed since the run began: its results may differ")
         return saved
 
     def _write_config(self, facts: dict[str, Any]) -> None:
@@ -279,7 +279,7 @@ class Run:
         if self._due(self.args.checkpoint_every) or self._signal:
             self._save()
         if self._signal:
-            self.logger.say(f"stopped at step {self.step:,}; the same command goes on from there")
+            self.logger.say(f"stopped at step {self.step:,}: run the same command to resume")
             self._close()
             raise SystemExit(128 + self._signal)
 
@@ -310,15 +310,15 @@ class Run:
         """Warn if the whole run lies within the first `steps` environment steps, in which nothing is learned."""
         if 0 < self.last_step <= steps:
             sys.stderr.write(
-                f"warning: nothing is learned in {self.last_step:,} environment steps: {flag} are {steps:,}\n"
+                f"warning: nothing is learned in {self.last_step:,} environment steps: {flag} covers {steps:,}\n"
             )
 
     def _warn_inexact(self) -> None:
         if self.args.vectorizer == "envpool":
-            cause = "EnvPool cannot save the state of its environments: they begin new episodes here"
+            cause = "EnvPool cannot save the state of its environments, so they start new episodes"
         else:
-            cause = f"{self.args.env or self.args.task} does not replay bit for bit: it begins a new episode here"
-        self.logger.say(f"warning: {cause}, and the run is not exactly the one that was stopped")
+            cause = f"{self.args.env or self.args.task} is not reproducible, so it starts a new episode"
+        self.logger.say(f"warning: {cause}, and the results differ from those of a run that was not stopped")
 
     def finish(self) -> Result:
         """Mark the run as complete and return its last evaluation."""
@@ -356,7 +356,7 @@ class Run:
         defaults = json.loads(json.dumps(defaults, default=str))
         before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
         now = self.config["arguments"] | {"algorithm": self.config["algo"], "device": self.device.type}
-        if before["device"] == "auto":  # the device that it meant there
+        if before["device"] == "auto":  # the device that "auto" meant there
             before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
         grown = {k: now[k] for k in self.args.extendable if 0 < before.get(k, 0) < now.get(k, 0)}
         done = is_finished(self.folder) and not grown
@@ -365,7 +365,7 @@ class Run:
         if differ:
             listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
             raise InputError(
-                f"{self.folder} was made by other arguments: {listed}\n"
+                f"{self.folder} was made with other arguments: {listed}\n"
                 "give the same arguments to resume it, or another --run-dir"
             )
         if grown:
@@ -385,4 +385,4 @@ class Run:
         if self._signal:  # at the second signal, at once
             raise SystemExit(128 + number)
         self._signal = number
-        self.logger.say("stopping after this step and a checkpoint (again: at once)")
+        self.logger.say("stopping after this step and a checkpoint (a second signal stops at once)")

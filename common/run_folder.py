@@ -72,7 +72,7 @@ def read_last_evaluation(folder: Path) -> list[Episode]:
         last = [row for row in rows if row["step"] == rows[-1]["step"]]
         return [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
     except (ValueError, KeyError, TypeError, FileNotFoundError):
-        raise InputError(f"{path} is missing or damaged: the run is complete, but not its evaluations") from None
+        raise InputError(f"{path} is missing or damaged: restore it from a copy (the run itself is complete)") from None
 
 
 def lock_of(folder: Path, timeout: float = 0) -> FileLock:

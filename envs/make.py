@@ -67,12 +67,12 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
             if self._has_begun:
                 raise RunError(
-                    f"{self._name} cannot begin another episode: {reason}\n"
-                    "See why its reset fails now; the same command resumes a run from its last checkpoint."
+                    f"{self._name} cannot start another episode: {reason}\n"
+                    "Correct its reset, then run the same command to resume from the last checkpoint."
                 ) from error
             raise InputError(
-                f"{self._name} starts but cannot begin an episode: {reason}\n"
-                "See whether its files are there and its package fits the MuJoCo that is installed."
+                f"{self._name} is created but cannot start an episode: {reason}\n"
+                "Check that its files exist and that its package fits the installed MuJoCo."
             ) from error
         shaped, self._has_begun = self._shaped(obs), True
         return shaped, self._numbers(info) if self._all_infos else {}
@@ -82,8 +82,8 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
         try:
             number = float(reward)
-        except TypeError:
-            raise InputError(f"{self._name} gave a reward that is no number, {reward!r}") from None
+        except (TypeError, ValueError):
+            raise InputError(f"{self._name} gave a reward that is not a number, {reward!r}") from None
         told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
         return self._shaped(obs), number, termination, truncation, told
 
@@ -92,10 +92,10 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             shaped = np.array(obs, np.float32)
         except (TypeError, ValueError):
             text = " ".join(repr(obs).split())[:100]
-            raise InputError(f"{self._name} gave an observation that is no vector of numbers, {text}") from None
+            raise InputError(f"{self._name} gave an observation that is not a vector of numbers, {text}") from None
         if shaped.shape != self._shape:
             raise InputError(
-                f"{self._name} gave an observation of shape {shaped.shape}; its observation_space says {self._shape}"
+                f"{self._name} gave an observation of shape {shaped.shape}, but its observation_space is {self._shape}"
             )
         return shaped
 
@@ -215,7 +215,7 @@ def make_vector(
     Raises InputError as `make` does, and if EnvPool is missing or its environment is not known to equal Gymnasium's.
     """
     if num_envs < 1:
-        raise InputError(f"{num_envs} environments are asked for: there must be at least one.")
+        raise InputError(f"num_envs is {num_envs}: give 1 or more.")
     if kwargs and vectorizer == "envpool":
         raise InputError(f"EnvPool's {env_id} does not take {', '.join(kwargs)}: give --vectorizer sync")
     each = seeds(seed, purpose, num_envs)
@@ -246,7 +246,7 @@ def _find(env_id: str) -> gym.envs.registration.EnvSpec:
     if name in gym.registry:
         _print_notice(name)
         return gym.registry[name]
-    hint = _alike(name) or "One of your own is given as module:Name-v0."
+    hint = _alike(name) or "Give an environment of your own as module:Name-v0."
     if module:
         file, own = getattr(sys.modules[module], "__file__", None) or module, f"{module.replace('.', '/')}.py"
         if os.path.exists(own) and not os.path.samefile(own, file):
@@ -309,7 +309,7 @@ def _check_spaces(env: Env, env_id: str) -> None:
     actions, flat = env.action_space, env.observation_space
     if not isinstance(actions, Box) or len(actions.shape) != 1 or not np.issubdtype(actions.dtype, np.floating):
         raise InputError(
-            f"The actions of {env_id} are {actions}: the algorithms here act in a continuous Box of shape (n,)."
+            f"The actions of {env_id} are {actions}: choose an environment with a continuous Box of shape (n,)."
         )
     with np.errstate(over="ignore"):
         is_bounded = np.isfinite(actions.high - actions.low).all()
@@ -319,11 +319,11 @@ def _check_spaces(env: Env, env_id: str) -> None:
             "Register it with an action space whose low and high are finite, or in a wrapper that gives it one."
         )
     if (actions.low >= actions.high).any():
-        raise InputError(f"The actions of {env_id} are {actions}: low and high must differ everywhere.")
+        raise InputError(f"The actions of {env_id} are {actions}: low must be below high in every dimension.")
     if isinstance(flat, Dict) and flat.is_np_flattenable:
         flat = gym.spaces.flatten_space(flat)
     if not isinstance(flat, Box) or len(flat.shape) != 1:
         raise InputError(
-            f"The observations of {env_id} are {env.observation_space}: the algorithms here take a Box of shape (n,) "
-            "or a Dict of Boxes.\nFlatten them in a wrapper of your own and register that."
+            f"The observations of {env_id} are {env.observation_space}, not a Box of shape (n,) or a Dict of Boxes.\n"
+            "Flatten them in a wrapper of your own and register that."
         )

@@ -74,7 +74,7 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
             self.closed = True  # otherwise Gymnasium would wait for its answer; the other processes end with this one
             raise RunError(
                 "the process of an environment was killed (is there enough memory for all of them?): "
-                "the same command goes on from the last checkpoint"
+                "run the same command to resume from the last checkpoint"
             ) from None
 
 
@@ -94,8 +94,8 @@ class EnvPool(VectorEnv[Array, Array, Array]):
     def __init__(self, env_id: str, num_envs: int) -> None:
         if env_id not in ENVPOOL_IDS:
             raise InputError(
-                f"{env_id} was not found equal in EnvPool and Gymnasium: give --vectorizer sync or async.\n"
-                f"EnvPool is offered for {', '.join(ENVPOOL_IDS)}."
+                f"EnvPool's {env_id} is not verified equal to Gymnasium's: give --vectorizer sync or async.\n"
+                f"Verified are {', '.join(ENVPOOL_IDS)}."
             )
         try:
             self._make = importlib.import_module("envpool").make_gymnasium

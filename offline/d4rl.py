@@ -188,14 +188,16 @@ class _Layout:
         link = self.file.get(key, getlink=True)
         data = self.file[key] if isinstance(link, h5py.HardLink) else None
         if not isinstance(data, h5py.Dataset) or data.external or data.is_virtual:
-            raise InputError(f"{self.path}: {key} is not an array in this file but leads elsewhere: it is not read")
+            raise InputError(f"{self.path}: {key} is stored outside this file: give a file that holds the array itself")
         if data.dtype.kind not in "biuf" or data.ndim == 0:
             raise InputError(
                 f"{self.path}: {key} holds {data.dtype}, shape {data.shape}: an array of numbers is needed"
             )
         stored, promised = data.id.get_storage_size(), data.size * data.dtype.itemsize
         if promised > max(2**26, 2000 * stored):  # denser than gzip can pack: it would fill memory or disk with nothing
-            raise InputError(f"{self.path}: {key} promises {promised:,} bytes but stores {stored:,}: it is not read")
+            raise InputError(
+                f"{self.path}: {key} promises {promised:,} bytes but stores {stored:,}: give a complete file"
+            )
         return data
 
     def block_rows(self) -> int:
@@ -298,7 +300,7 @@ def _finals(
     limit = horizon or (entry and entry.max_episode_steps)
     if not limit:
         raise InputError(
-            f"{layout.path} has no timeouts, so it does not say where episodes are cut: give their time limit as "
+            f"{layout.path} has no timeouts, so the ends of its episodes are unknown: give their time limit as "
             "--horizon"
         )
     finals, step, (after_terminal, after_limit) = np.zeros(layout.rows, bool), 0, restart

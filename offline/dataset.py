@@ -1,4 +1,4 @@
-"""A dataset is a full replay buffer together with what only a dataset knows."""
+"""Load a dataset into a full replay buffer, with its episodes, evaluation environment and reward transform."""
 
 import contextlib
 import hashlib
@@ -65,7 +65,7 @@ class Dataset(Episodes):
             return (given, {}) if given else (str(self.env), self.env_kwargs)
         if self.untrusted_env:
             raise not_imported(self.id, self.untrusted_env)
-        raise InputError(f"{self.id} does not say what environment evaluates it: give --env")
+        raise InputError(f"{self.id} does not name its evaluation environment: give --env")
 
     def column(self, name: str) -> NDArray[np.float32]:
         """Return obs, actions, rewards, next_obs or terminations: [n, dim] or [n], on the CPU a view of the buffer."""
@@ -235,7 +235,10 @@ def load(
         raise _not_finite(source, f"rewards of row {rows[0]:,}")
     capacity = len(recording) if capacity is None else capacity
     if capacity < len(recording):
-        raise InputError(f"{source} has {len(recording):,} transitions, the replay buffer has room for {capacity:,}")
+        raise InputError(
+            f"{source} has {len(recording):,} transitions, the replay buffer has room for {capacity:,}: "
+            "give a larger capacity"
+        )
     if normalize_returns:
         returns = recording.returns()
         if not np.isfinite(returns).all():
@@ -324,8 +327,8 @@ class _Prepared:
 
 def _not_finite(source: str | Path, what: str) -> InputError:
     return InputError(
-        f"{source}: {what} are not finite; `python -m tools.inspect_dataset {source}` counts such values: "
-        "give a dataset without them"
+        f"{source}: {what} are not finite: give a dataset without such values "
+        f"(`python -m tools.inspect_dataset {source}` counts them)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Download a file: resume where it was cut, check it, and put it in place in one step."""
+"""Download a file: resume an interrupted download, check the file, and put it in place in one step."""
 
 import http.client
 import json
@@ -64,7 +64,7 @@ def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
     except urllib.error.URLError as error:
         raise InputError(
             f"{url} cannot be downloaded ({error.reason if hasattr(error, 'reason') else error}): "
-            f"bring that file here by other means and put it at {path}"
+            f"get the file by other means and put it at {path}"
         ) from None
     except PermissionError as error:
         raise InputError(f"{path.parent} cannot be written ({error.strerror}): set D4RL_DATASET_DIR") from None
@@ -76,7 +76,7 @@ def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path],
     except InputError as error:
         part.unlink()
         facts.unlink(missing_ok=True)
-        raise InputError(f"{url} does not hold what it should, so it was deleted: {error}") from None
+        raise InputError(f"the file from {url} is not the right one, so the download was discarded: {error}") from None
     part.replace(path)
     facts.unlink(missing_ok=True)
 
@@ -96,7 +96,7 @@ def _insist(url: str, part: Path, facts: Path) -> None:
         except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
             if attempt == TRIES - 1:
                 raise RunError(
-                    f"{url} was cut short in {TRIES} tries ({error}): the same command resumes the download"
+                    f"{url} was cut short in {TRIES} tries ({error}): run the same command to resume the download"
                 ) from None
     raise AssertionError
 

@@ -91,7 +91,8 @@ def _download(source: str) -> None:
     except Exception as error:  # each remote raises errors of its own library, and all are reported here
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         is_known = source.rpartition("farama-minari/")[2] in known()
-        cure = f": bring that folder to {get_dataset_path()} by other means" if is_known else nearest(source, known())
+        by_hand = f": get that folder by other means and put it into {get_dataset_path()}"
+        cure = by_hand if is_known else nearest(source, known())
         raise InputError(f"{source} is not in {get_dataset_path()} and cannot be downloaded ({reason}){cure}") from None
 
 
@@ -141,7 +142,7 @@ def _episodes(dataset: MinariDataset, lengths: list[int]) -> Iterator[Any]:
     try:
         for episode, length in zip(dataset.iterate_episodes(), lengths, strict=True):
             if len(episode.rewards) != length:
-                raise ValueError("an episode is not as long as its metadata say")
+                raise ValueError("the length of an episode differs from its metadata")
             if length:
                 yield episode
     except _BAD_FILES as error:
@@ -198,7 +199,7 @@ def _walls(maze: list[list[Any]]) -> list[list[bool]]:
 
 @functools.cache  # a run reads its dataset more than once
 def _warn_of_walls(path: Path) -> None:
-    said = "its evaluation environment has other walls than the maze of its data: the data's maze is used"
+    said = "the walls of its evaluation environment differ from those of its data: the data's maze is used"
     sys.stderr.write(f"warning: {path.parent}: {said}\n")
 
 

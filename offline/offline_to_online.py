@@ -38,12 +38,12 @@ Array = NDArray[np.float32]
 
 @dataclass
 class OfflineArgs(OffPolicyArgs):
-    """The arguments of every algorithm that begins with a dataset."""
+    """Arguments of every algorithm that begins with a dataset."""
 
     switch_step: ClassVar[int | None] = 0
 
     env: str = ""
-    """Gymnasium id of the environment; by default, the dataset's own."""
+    """Gymnasium id of the environment. By default it is the dataset's own."""
     eval_every: int = 5_000
     """Steps between evaluations, in addition to those on both sides of the switch."""
     checkpoint_every: int = 10_000
@@ -57,7 +57,8 @@ class OfflineArgs(OffPolicyArgs):
     online_steps: NonNegativeInt = 0
     """Environment steps after the switch, summed over all environments."""
     retain: Literal["none", "append", "mix"] = "append"
-    """Data sampled online: no dataset (none), both as one buffer (append), a fixed share of it (mix)."""
+    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
+    mix: a fixed share of each batch from the dataset."""
     offline_ratio: OpenFraction = 0.5
     """With --retain mix: the dataset's share of each batch."""
     warmup_steps: NonNegativeInt = 5_000
@@ -65,23 +66,23 @@ class OfflineArgs(OffPolicyArgs):
     utd: int = 1
     """Updates for each environment step (update-to-data ratio)."""
     batch_size: int = 256
-    """Transitions in an update."""
+    """Transitions in each update."""
     buffer_size: int = 1_000_000
-    """Online transitions that the replay buffer holds."""
+    """Capacity of the replay buffer, in online transitions."""
     init_from: Path | None = None
-    """Run folder of the same algorithm that gives the initial networks (wsrl: of cql and iql too; expo: only the base
-    policy)."""
+    """Run folder of the same algorithm whose networks this run starts from.
+    wsrl also takes cql and iql, and expo takes only the base policy."""
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
-    """Time limit of a dataset's file that marks no time-outs."""
+    """Time limit in steps, for a dataset file that marks no time-outs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.dataset:
             raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
         if self.offline_steps == 0 == self.online_steps:
-            raise InputError("--offline-steps and --online-steps are 0: give one of them")
+            raise InputError("--offline-steps and --online-steps are both 0: give one of them")
         if self.retain == "mix" and not 0 < round(self.offline_ratio * self.batch_size) < self.batch_size:
             raise InputError(
                 f"--offline-ratio {self.offline_ratio} of {self.batch_size} transitions leaves none of one kind: "
@@ -113,7 +114,7 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     of = domain(env, args.task)
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
     if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics pays 10 and -0.1
-        sys.stderr.write(f"warning: {args.dataset} has sparse rewards, {env} perhaps not: --env adroit-binary/… has\n")
+        sys.stderr.write(f"warning: {args.dataset} has sparse rewards, but {env} may not: --env adroit-binary/… does\n")
     if args.init_from and args.offline_steps is BY_DOMAIN:
         chosen["offline_steps"] = 0
     found = presets[nearest] if nearest else {}
@@ -162,7 +163,7 @@ class OfflineToOnline(checkpoint.Part):
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
         `discount`: batches get returns-to-go with it (Cal-QL). An online episode is then sampled once it is finished.
         `failure`: as in `Dataset.return_to_go`, but as a raw reward. `online_returns`: false if returns-to-go are
-        needed only before the switch. `online_batch`: size of an online batch; by default `args.batch_size`, as
+        needed only before the switch. `online_batch`: size of an online batch, by default `args.batch_size`, as
         offline. `wait_for_full_batch`: the first online update waits until there are more online transitions than a
         batch takes, as in WSRL's code. Otherwise half of the first batches would be one transition.
 
@@ -223,7 +224,7 @@ class OfflineToOnline(checkpoint.Part):
                 "if every step without success pays the same, give that reward as --failure-reward\n"
             )
         first_update = max(self._warmup_steps, self._first_batch)
-        run.warn_if_no_updates(first_update, "--warmup-steps, or the first batch,")
+        run.warn_if_no_updates(first_update, "--warmup-steps or the first batch")
 
     def rollout(self) -> Rollout:
         """Return the run's environments. Raises InputError if their observations or actions have other sizes."""
@@ -260,11 +261,11 @@ class OfflineToOnline(checkpoint.Part):
         if not only and not np.allclose((scale, shift), own):
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
             raise InputError(  # the critics' values depend on them
-                f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run would from {own.scale:g} · r "
+                f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run from {own.scale:g} · r "
                 f"{own.shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
             )
         if not is_finished(folder):
-            sys.stderr.write(f"warning: {folder} is not finished: this run begins with its last checkpoint\n")
+            sys.stderr.write(f"warning: {folder} is not finished: this run starts from its last checkpoint\n")
         state_now = checkpoint.state_of(agent)
         if algo in from_algos:
             theirs = {name: theirs.get(name, state) for name, state in state_now.items()}
@@ -276,7 +277,8 @@ class OfflineToOnline(checkpoint.Part):
                 theirs[name] = state
             elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
                 theirs[name]["param_groups"] = state["param_groups"]
-        checkpoint.restore(agent, theirs, f"{folder}'s networks do not fit: give another --init-from, or its flags")
+        otherwise = f"{folder}'s networks do not fit: give another --init-from, or that run's flags"
+        checkpoint.restore(agent, theirs, otherwise)
 
     def _bounds_exceed_values(self) -> bool:
         """Return whether rewards before some truncation are negative: their sum ends there, the true value does not."""
@@ -297,8 +299,8 @@ class OfflineToOnline(checkpoint.Part):
         """Restore what `save` returned and wrote. Raises InputError if the run began with another dataset."""
         if state["dataset"] != self._fingerprint:
             raise InputError(
-                f"{self.args.dataset} is not the dataset any more that {self._folder} began with: "
-                "give another --run-dir to start from scratch"
+                f"{self.args.dataset} differs from the dataset that {self._folder} began with: "
+                "restore that dataset, or give another --run-dir to start from scratch"
             )
         self.online.load(folder, state["buffer"])
         self._unfinished = [list(rows) for rows in state["unfinished"]]

@@ -46,7 +46,7 @@ class Episodes:
 
     id: str
     ends: NDArray[np.int64]
-    """[episodes]: one past each episode's last transition, ascending; the last is the number of transitions."""
+    """[episodes]: one past each episode's last transition, ascending. The last is the number of transitions."""
     dropped_final_rewards: NDArray[np.float64]
     """[episodes]: the reward of an episode's last step if that step is not among the transitions, else NaN. A dropped
     reward that is NaN itself is inf here.
@@ -90,7 +90,7 @@ class RawDataset(Episodes):
     rewards: Callable[[], Array]
     """Reads their rewards alone."""
     box: tuple[Array, Array] | None = None
-    """The lowest and the highest action, [action_dim]; None: only the environment knows them (`action_box`)."""
+    """The lowest and the highest action, [action_dim], or None if only the environment knows them (`action_box`)."""
     version: tuple[Any, ...] = ()
     """Facts of the files that change when the files do."""
     bad_reward_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -234,7 +234,7 @@ def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Arra
     if not name and recording.untrusted_env:
         raise not_imported(recording.id, recording.untrusted_env)
     if not name:
-        raise InputError(f"{recording.id} states neither the box of its actions nor an environment: {cure}")
+        raise InputError(f"{recording.id} specifies neither the box of its actions nor an environment: {cure}")
     try:
         box = make.action_box(name, **kwargs)
     except InputError as error:
@@ -258,8 +258,8 @@ def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
     if difference[i] > ROUNDING:
         sys.stderr.write(
             f"warning: {recording.id} states the box {low[i]:g} to {high[i]:g} for its actions, "
-            f"{env or recording.env} has {known_low[i]:g} to {known_high[i]:g} (dimension {i}): the stated one is "
-            "used, as is right if its actions are in units of their own\n"
+            f"{env or recording.env} has {known_low[i]:g} to {known_high[i]:g} (dimension {i}): the stated box "
+            "is used, which is right if the actions have their own units\n"
         )
 
 

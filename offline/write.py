@@ -1,4 +1,4 @@
-"""Write a dataset as one HDF5 file in D4RL's layout or as a Minari dataset. It is either whole or not there."""
+"""Write a dataset as one HDF5 file in D4RL's layout or as a Minari dataset, either completely or not at all."""
 
 import dataclasses
 import io
@@ -188,7 +188,7 @@ def write_minari(
         except Exception as error:
             if not infos:
                 raise
-            sys.stderr.write(f"warning: infos cannot be stored, and the data are without them: {error}\n")
+            sys.stderr.write(f"warning: the infos cannot be stored, so the dataset has none: {error}\n")
             storage._file_path = io.BytesIO(empty)
             storage.update_episodes(_buffers(transitions, env, {}))
         Path(path).write_bytes(storage._file_path.getbuffer())
@@ -262,4 +262,4 @@ def _aside(folder: Path) -> Path:
 
 
 def _no_room(path: Path, reason: str | None) -> RunError:
-    return RunError(f"{path} cannot be written ({reason}): make room, then the same command begins anew")
+    return RunError(f"{path} cannot be written ({reason}): make room, then run the same command again")

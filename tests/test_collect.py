@@ -245,7 +245,7 @@ def test_a_run_whose_dataset_brings_its_environment(small, capsys: pytest.Captur
     with pytest.raises(InputError, match="give --env"):
         made(env=None, replay=args.run_dir)
     assert len(made(replay=args.run_dir)["rewards"]) == 20
-    assert "see that Pendulum-v1 is the same" in capsys.readouterr().err
+    assert "check that Pendulum-v1 is the same" in capsys.readouterr().err
 
 
 def test_the_same_command_again_does_nothing():
@@ -430,7 +430,7 @@ def test_infos_that_cannot_be_stored_cost_no_data(monkeypatch: pytest.MonkeyPatc
     collect(Args("minari:test/told-v0", "Told-v0", ("random",), transitions=14, num_envs=2))
     dataset = minari.load_dataset("test/told-v0")
     assert (dataset.total_steps, dataset[0].infos) == (14, {})
-    assert "warning: infos cannot be stored, and the data are without them" in capsys.readouterr().err
+    assert "warning: the infos cannot be stored, so the dataset has none" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*out of date")

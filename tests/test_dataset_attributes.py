@@ -278,5 +278,5 @@ class TestWrongAttributes:
         test_minari.create([steps], "mine/two-v0", env="Pendulum-v1", action_space=unbounded)
         assert np.allclose(load("mine/two-v0", max_action=None).column("actions")[:, 0], [-0.5, 0, 0.5])
         test_minari.create([steps], "mine/three-v0", action_space=unbounded)
-        with pytest.raises(InputError, match=r"mine/three-v0 states neither the box of its actions nor an environment"):
+        with pytest.raises(InputError, match=r"mine/three-v0 specifies neither the box of its actions"):
             load("mine/three-v0")

@@ -23,4 +23,4 @@ def test_another_dataset_of_the_same_name_is_described_beside_itself(tmp_path: P
         assert facts[folder]["fingerprint"] == load(str(of / "x-medium.hdf5")).fingerprint()
         assert facts[folder]["transitions"] == 200
     assert facts[described]["fingerprint"] != facts[second]["fingerprint"]
-    assert "not the one that the results are of" in capsys.readouterr().err
+    assert "differs from the dataset of the published results" in capsys.readouterr().err

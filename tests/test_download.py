@@ -99,7 +99,7 @@ def test_a_cut_reply_is_gone_on_with_at_once(server: Server, tmp_path: Path) -> 
 def test_a_server_that_cuts_every_time_leaves_a_part_to_go_on_with(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "file.hdf5"
     server.cut_at = [100_000] * module.TRIES
-    with pytest.raises(RunError, match=r"was cut short in 3 tries.*the same command resumes"):
+    with pytest.raises(RunError, match=r"was cut short in 3 tries.*run the same command to resume"):
         download(server.url, path, anything)
     assert not path.exists()
     download(server.url, path, anything)
@@ -133,7 +133,7 @@ def test_content_that_fails_the_check_is_deleted(server: Server, tmp_path: Path)
     def refuse(_: Path) -> None:
         raise InputError("it is a page")
 
-    with pytest.raises(InputError, match=r"does not hold what it should.*it is a page"):
+    with pytest.raises(InputError, match=r"is not the right one.*it is a page"):
         download(server.url, tmp_path / "file.hdf5", refuse)
     assert left(tmp_path) == set()
 
@@ -189,6 +189,6 @@ def test_an_id_is_downloaded_once_into_d4rls_folder(
 def test_an_id_whose_download_is_no_dataset(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
-    with pytest.raises(InputError, match=r"does not hold what it should.*not an HDF5 file"):
+    with pytest.raises(InputError, match=r"is not the right one.*not an HDF5 file"):
         read("walker2d-medium-v2")
     assert left(tmp_path / "cache") == set()

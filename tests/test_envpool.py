@@ -158,4 +158,4 @@ def test_a_stopped_run_goes_on_and_says_what_it_lost(pool: Any, tmp_path: Path) 
     assert killed_at("sac", [("update", 200)], *arguments).returncode == 0
     result = command(*arguments)
     assert result.returncode == 0, result.stderr
-    assert "EnvPool cannot save the state of its environments: they begin new episodes here" in result.stderr
+    assert "EnvPool cannot save the state of its environments, so they start new episodes" in result.stderr

@@ -70,7 +70,7 @@ def test_a_reward_that_is_not_finite_ends_the_evaluation():
     """With its place: the second episode's third step; a shorter episode never gets there."""
     assert evaluate(lambda obs: 2 * obs, [Diverges()], [1]) == [Episode(2.0, 2, False)]
     with pytest.raises(
-        RunError, match="gave a non-finite reward of nan in step 3 of evaluation episode 1\nsee whether it diverges"
+        RunError, match="gave a non-finite reward of nan in step 3 of evaluation episode 1\ncheck whether it diverges"
     ):
         evaluate(lambda obs: 2 * obs, [Diverges(), Diverges()], [1, 5])
 

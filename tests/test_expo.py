@@ -164,7 +164,7 @@ class TestRuns:
         ("changed", "said"),
         [
             ({"edits": 9, "base_samples": 4}, "at most --base-samples, 4"),
-            ({"edits": 0, "base_candidates": False}, "some"),
+            ({"edits": 0, "base_candidates": False}, "at least 1"),
             ({"critics": 3, "target_critics": 4}, "at most --critics, 3"),
         ],
     )

@@ -206,7 +206,7 @@ def test_a_run_given_a_share_of_a_card_does_not_train_on_the_cpu(monkeypatch: py
     assert device("auto").type == "cpu"
     monkeypatch.setenv(GPU_SHARE_ENV, "0.25")
     assert device("cpu").type == "cpu"
-    with pytest.raises(InputError, match=f"{GPU_SHARE_ENV} gives a share of a GPU, but PyTorch sees no CUDA device"):
+    with pytest.raises(InputError, match=f"{GPU_SHARE_ENV} is set, but PyTorch sees no CUDA device"):
         device("auto")
 
 

@@ -95,7 +95,7 @@ class TestCoverage:
 
     def test_datasets_of_different_widths(self, tmp_path: Path) -> None:
         make(tmp_path / "wide.hdf5", "t" * 10, observations=np.zeros((10, 5)))
-        with pytest.raises(InputError, match="no common coverage"):
+        with pytest.raises(InputError, match="have different observations or actions"):
             coverage(read(str(make(tmp_path / "a.hdf5", "t" * 10))), read(str(tmp_path / "wide.hdf5")))
 
 

@@ -107,7 +107,7 @@ def test_every_path_and_module_that_is_named_exists() -> None:
     """In pages, commands, docstrings and messages."""
     pages = [ROOT / name for name in ("README.md", "Makefile", "pyproject.toml", ".ci/run", ".ci/untouched.py")]
     others = [*(ROOT / "bench").rglob("*.txt"), *(ROOT / "bench").rglob("*.toml"), *(ROOT / "bench").rglob("*.html")]
-    texts = [*pages, *(ROOT / "docs").glob("*.md"), *sources(), *others]
+    texts = [*pages, *(ROOT / "docs").rglob("*.md"), *sources(), *others]
     missing = {str(path.relative_to(ROOT)): missing_names(path.read_text()) for path in texts}
     assert not {path: names for path, names in missing.items() if names}
 

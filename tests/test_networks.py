@@ -275,7 +275,7 @@ def test_a_run_does_without_the_compiler(tmp_path: Path):
     assert killed_at("expo", [("online step", 10)], *arguments).returncode == 0
     found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert "goes on from step" in found.stderr
+    assert "resumes from step" in found.stderr
 
 
 def test_polyak():

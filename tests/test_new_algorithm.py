@@ -12,6 +12,7 @@ from pathlib import Path
 import conftest
 import pytest
 from conftest import ALGORITHMS, EXAMPLE, ROOT, agent_class
+from test_prose import HEADINGS
 
 NAME = "newcomer"
 NEEDED = ("algos", "bench", "common", "docs", "envs", "offline", "tests", "tools", "README.md", "pyproject.toml")
@@ -37,7 +38,8 @@ def project(tmp_path: Path) -> Path:
     small = re.search(r"^SMALL = .*$", tests, re.MULTILINE)
     assert small
     (folder / "tests" / f"test_{NAME}.py").write_text(f"from conftest import COMMON\n\n{small[0]}\n")
-    (folder / "docs" / f"{NAME}.md").write_text(f"# Newcomer\n\nThe code is `algos/{NAME}.py`.\n")
+    headings = "".join(f"\n## {heading}\n" for heading in HEADINGS)
+    (folder / "docs" / f"{NAME}.md").write_text(f"# Newcomer\n\nThe code is `algos/{NAME}.py`.\n{headings}")
     return folder
 
 
@@ -70,3 +72,21 @@ def test_conftest_names_no_algorithm_but_the_example() -> None:
     source = (ROOT / "tests" / "conftest.py").read_text()
     texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     assert [text for text in texts if text in ALGORITHMS] == [EXAMPLE]
+
+
+def test_the_worked_example_of_the_guide_fits_the_file(tmp_path: Path) -> None:
+    """Its difference applies to today's sac.py, changes at most 60 lines, and the result has the new class."""
+    page = (ROOT / "docs" / "your-algorithm.md").read_text()
+    difference = re.search(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert difference
+    (tmp_path / "algos").mkdir()
+    shutil.copy(ROOT / "algos" / "sac.py", tmp_path / "algos" / "mine.py")
+    line = ["git", "apply", "-"]
+    done = subprocess.run(line, cwd=tmp_path, input=difference[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    changed = re.findall(r"^[+-](?![+-]{2} )", difference[1], re.MULTILINE)
+    assert 0 < len(changed) <= 60
+    classes = [
+        n.name for n in ast.parse((tmp_path / "algos" / "mine.py").read_text()).body if isinstance(n, ast.ClassDef)
+    ]
+    assert "MINE" in classes

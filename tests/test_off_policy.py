@@ -84,7 +84,7 @@ def test_a_run_too_short_to_learn_says_so(
     asked = {"online_steps": steps, "offline_steps": 0} if algo in OFFLINE else {"total_steps": steps}
     args = small(algo, **asked, **{flag: 40})
     module(algo).train(args)
-    said = f"nothing is learned in 40 environment steps: --{flag.replace('_', '-')} are 40"
+    said = f"nothing is learned in 40 environment steps: --{flag.replace('_', '-')} covers 40"
     assert (said in capsys.readouterr().err) is (steps == 40)
     rows = csv.DictReader((args.run_dir / "metrics.csv").open())
     assert any(row["name"] == "losses/critic" for row in rows) is (steps == 41)

@@ -154,7 +154,7 @@ def test_an_online_phase_without_a_full_batch_warns(
     """Of 256 transitions, 128 or all of them online ones: in 100 steps nothing is learned."""
     module("iql").train(small("iql", retain=retain, batch_size=256, offline_steps=0, online_steps=100, warmup_steps=0))
     assert (
-        "nothing is learned in 100 environment steps: --warmup-steps, or the first batch, are"
+        "nothing is learned in 100 environment steps: --warmup-steps or the first batch covers"
         in capsys.readouterr().err
     )
 

@@ -81,7 +81,7 @@ class TestRuns:
         module("iql").train(first)
         for changed, said in (
             ({"init_from": tmp_path / "nowhere"}, "nowhere is not a run folder"),
-            ({"hidden": (8, 8)}, "does not fit actor: size mismatch .* give another --init-from, or its flags"),
+            ({"hidden": (8, 8)}, "does not fit actor: size mismatch .* give another --init-from, or that run's flags"),
             ({"normalize_returns": False}, "learned from rewards .* give both the same scale"),
         ):
             with pytest.raises(InputError, match=said):
@@ -109,7 +109,7 @@ class TestRuns:
         assert ("first is not finished" in capsys.readouterr().err) is not finished
 
     def test_neither_offline_nor_online_steps_are_refused(self, small: Any) -> None:
-        with pytest.raises(InputError, match="--offline-steps and --online-steps are 0"):
+        with pytest.raises(InputError, match="--offline-steps and --online-steps are both 0"):
             small("iql", offline_steps=0, online_steps=0)
 
     @pytest.mark.parametrize("ratio", [0.99, 0.01])
@@ -164,7 +164,7 @@ class TestRuns:
         folder = small("iql").run_dir
         (folder / "DONE").unlink()
         make(path, "." * 300 + "o" + "." * 199 + "t", observations=np.zeros((501, 3)), actions=np.zeros((501, 1)))
-        with pytest.raises(InputError, match=r"is not the dataset any more that .* began with"):
+        with pytest.raises(InputError, match=r"differs from the dataset that .* began with"):
             module("iql").train(small("iql", **arguments))
 
     def test_scores_are_logged_where_a_reference_exists(self, small: Any, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ALGORITHMS, ROOT
 
-from bench.report import aggregates, curves, intervals, page
+from bench.report import aggregates, curves, figures, intervals, page
 from bench.report.aggregates import beside, improvements, online_runs, profiles, reached
 from bench.report.archive_run import keep
 from bench.report.page import missing_runs
@@ -156,7 +156,7 @@ def test_switch_is_on_the_page_with_its_curve(made: str):
     """Returns of Hopper-v4: 1000 scores 31.35, 2000 scores 62.07; one evaluation behind the switch."""
     row = next(row for row in re.findall(r"<tr>.*?</tr>", made) if "cql-mix, hopper-medium" in row)
     assert re.findall(r">([^<]+)</t[dh]>", row) == ["cql-mix, hopper-medium", "9", "31.3 (1)", "62.1 (1)", "0.38"]
-    assert 'alt="Score on hopper-medium before and behind the switch: CQL, half of each batch data ends at 62.1' in made
+    assert 'alt="Score on hopper-medium before and after the switch: CQL, half of each batch data ends at 62.1' in made
 
 
 def test_online_unit_is_the_published_return_at_a_million_steps():
@@ -227,3 +227,15 @@ def test_browser_scrolls_nothing_sideways_and_asks_for_nothing(made: str, tmp_pa
     assert int(found) <= width
     assert int(images) == made.count("<img ")
     assert set(loaded) <= {"data:"}
+
+
+def test_each_algorithm_has_one_colour_and_its_variants_differ_in_style():
+    """In every figure: also if an algorithm is new, or a library's of the same name."""
+    lines = figures.styled({"cql-mix": "Cal-QL", "cql-none": "CQL", "wsrl": "WSRL", "mine": "Mine"})
+    assert (
+        lines["cql-mix"].colour == lines["cql-none"].colour == figures.colour_of("d3rlpy-cql") == figures.COLOURS["cql"]
+    )
+    assert lines["cql-mix"].style != lines["cql-none"].style
+    assert len({line.colour for line in lines.values()}) == 3
+    assert len(set(figures.COLOURS.values()) | set(figures.OTHERS)) == len(figures.COLOURS) + len(figures.OTHERS)
+    assert set(ALGORITHMS) <= set(figures.COLOURS)

@@ -351,8 +351,8 @@ def test_what_is_no_policy(tmp_path: Path):
     (tmp_path / "flipped.zip").write_bytes(flipped)
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("readme", "text")
-    for name, named in {"no.zip": "does not exist", "text.zip": "not a whole", "half.zip": "not a whole",
-                        "flipped.zip": "not a whole", "other.zip": "policy.pth"}.items():  # fmt: skip
+    for name, named in {"no.zip": "does not exist", "text.zip": "not a complete", "half.zip": "not a complete",
+                        "flipped.zip": "not a complete", "other.zip": "policy.pth"}.items():  # fmt: skip
         with pytest.raises(InputError, match=named):
             load_policy(str(tmp_path / name), PENDULUM, 0, deterministic=True)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from bench.pages.code_links import with_links
 from bench.report import aggregates, curves, offline_report, report
 from bench.report.archive_run import Args, keep, kept_runs, main, time_taken
 from bench.speed.interleaved_timing import Slice, write_rounds
@@ -18,11 +19,27 @@ from common.command_line import command_line
 from common.errors import InputError
 
 
-@pytest.mark.parametrize("page", report.TABLES)
-def test_pages_are_what_results_say(page):
-    """Fails on a figure changed by hand, and on data that came without `make report`."""
-    text = (ROOT / page).read_text()
-    assert report.with_tables(text, report.TABLES[page]) == text
+@pytest.mark.parametrize("page", report.pages(), ids=lambda page: page.name)
+def test_pages_are_what_results_and_code_say(page: Path):
+    """Fails on a figure or line number changed by hand, and on data or code that came without `make report`."""
+    assert report.remade(page) == page.read_text()
+
+
+@pytest.mark.parametrize("name", ["Run", "Run.steps", "COUNT", "Run.size"])
+def test_links_to_code_get_the_line_of_the_definition(name: str, tmp_path: Path):
+    lines = {"COUNT": 3, "Run": 6, "Run.size": 7, "Run.steps": 9}
+    (tmp_path / "mine.py").write_text(
+        "import os\n\nCOUNT: int = 3\n\n\nclass Run:\n    size = 1\n\n    def steps(self):\n        pass\n"
+    )
+    text = f"See [`{name}`](mine.py#L77) and [`{name}`](mine.py)."
+    assert with_links(text, tmp_path) == f"See [`{name}`](mine.py#L{lines[name]}) and [`{name}`](mine.py)."
+
+
+@pytest.mark.parametrize(("name", "file"), [("Run", "gone.py"), ("Gone", "mine.py"), ("Run.gone", "mine.py")])
+def test_a_link_to_code_that_is_gone_is_refused(name: str, file: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("class Run:\n    pass\n")
+    with pytest.raises(InputError, match="a page links to"):
+        with_links(f"[`{name}`]({file}#L1)", tmp_path)
 
 
 def test_archive_run_without_arguments_prints_its_usage():
@@ -32,8 +49,8 @@ def test_archive_run_without_arguments_prints_its_usage():
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) <= 2
     for said in (
-        "archive_run.py: give RUN (A run folder",
-        ") and KEPT (The folder",
+        "archive_run.py: give RUN (Run folder",
+        ") and KEPT (Folder",
         "\nfor example: python bench/report/archive_run.py runs/",
         "--help",
     ):

@@ -100,7 +100,7 @@ def test_kills_in_a_step_an_update_an_evaluation_and_a_save(
     elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
         places += [("online step", 1), ("online step", 150)]
     said = assert_kills_change_nothing(algo, arguments, places, tmp_path)
-    assert int(re.findall(r"goes on from step (\S+)", said)[-1].replace(",", "")) > 0
+    assert int(re.findall(r"resumes from step (\S+)", said)[-1].replace(",", "")) > 0
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
@@ -186,11 +186,11 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
             break
     rest = process.stderr.read()
     assert process.wait() == status
-    assert "the same command goes on" in rest
+    assert "run the same command to resume" in rest
     assert "Traceback" not in rest
     result = command(*flags(algo, **arguments, run_dir=tmp_path / "stopped"), algo=algo)
     assert result.returncode == 0
-    assert "goes on from step" in result.stderr
+    assert "resumes from step" in result.stderr
     assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
 
 
@@ -253,7 +253,7 @@ def test_a_finished_run_without_its_evaluations(damage: Callable[[str], str], sm
     module("sac").train(args)
     path = args.run_dir / "evaluations.csv"
     path.write_text(damage(path.read_text()), errors="surrogateescape")
-    with pytest.raises(InputError, match=r"evaluations\.csv is missing or damaged: the run is complete"):
+    with pytest.raises(InputError, match=r"evaluations\.csv is missing or damaged: restore it from a copy"):
         module("sac").train(args)
 
 

@@ -1,7 +1,9 @@
 """Set-up happens once, and again when its inputs change."""
 
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkout's set-up files, with an environment that looks installed."""
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+    for name in ("Makefile", "requirements.txt", "requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "installed").touch()
@@ -56,7 +58,7 @@ def test_another_python_is_refused_with_the_cure(folder: Path):
     (folder / "python").chmod(0o755)
     result = make(folder, "setup", "PYTHON=./python")
     assert result.returncode == 2
-    assert "needs Python 3.11 to 3.13; this is Python 3.9.1: make PYTHON=" in result.stderr
+    assert "needs Python 3.11 to 3.13, but this is Python 3.9.1: use make PYTHON=" in result.stderr
     assert not (folder / ".venv" / "installed").exists()
 
 
@@ -70,3 +72,21 @@ def test_requirements_are_pinned_and_end_with_the_project():
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
     assert lines[-1] == "-e ."
     assert all("==" in line for line in lines[:-1])
+
+
+def test_the_lock_file_has_every_pinned_version_with_hashes():
+    """A requirement that changed needs a new requirements.lock, whose first lines say how it is made."""
+    pinned = re.findall(r"^([\w-]+==\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    locked = (ROOT / "requirements.lock").read_text()
+    packages = re.split(r"^(?=[\w.-]+==)", locked, flags=re.MULTILINE)[1:]
+    assert len(pinned) > 20
+    assert set(pinned) <= {package.split()[0] for package in packages}
+    assert all("--hash=sha256:" in package for package in packages)
+
+
+def test_what_running_needs_is_declared():
+    """`pip install .` brings the packages under the first heading of requirements.txt."""
+    first = (ROOT / "requirements.txt").read_text().partition("\n\n")[0]
+    needed = set(re.findall(r"^([\w-]+)==", first, re.MULTILINE))
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.match(r"[\w-]+", each)[0] for each in declared} == needed

@@ -201,7 +201,7 @@ def test_packing_runs_as_many_as_asked_and_one_alone(on: Any, tmp_path: Path, mo
 
 
 def test_what_is_drawn_on_the_cpu_is_not_measured_as_a_gpus() -> None:
-    with pytest.raises(ContenderError, match="leave --device cuda away"):
+    with pytest.raises(ContenderError, match="leave out --device cuda"):
         main(Args(algo="expo", device="cuda"))
 
 
@@ -229,7 +229,7 @@ def test_where_the_time_goes_is_told_of_the_steps_asked_for(
     monkeypatch.setattr(sys, "argv", ["step_time.py", *words])
     step_time.main()
     said = capsys.readouterr().out
-    assert ("steps/s while looked at" if last > first else "ended before it could be looked at") in said
+    assert ("steps/s while profiled" if last > first else "ended before the profile") in said
     if last > first:
         assert {word for word in ("act", "env_step", "update") if f"µs {word} (median)" in said} == {
             "act", "env_step", "update"
@@ -247,7 +247,7 @@ def test_time_is_divided_by_the_steps_that_were_made(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         watch.step(logger)
     assert (watch.first, watch.last) == (128, 256)
-    assert f"{128 / watch.seconds:,.0f} steps/s while looked at" in watch.report()
+    assert f"{128 / watch.seconds:,.0f} steps/s while profiled" in watch.report()
 
 
 def test_a_counted_environment_says_what_it_needs() -> None:
@@ -391,10 +391,10 @@ def test_report_and_csv(tmp_path: Path) -> None:
     assert "floor: 2.50 (2.50-2.50) ms" in text
     assert "ours / floor: 2.00" in text
     assert "our update alone: 5.00 ms, 2.00 floors" in text
-    assert "NOT TO BE CITED" not in text
+    assert "DO NOT CITE" not in text
     disturbed = report([Slice(1, name, n, 1.0, 2.0, 0.5) for name, n in rates.items()], [])
     assert "n/a" in disturbed
-    assert "NOT TO BE CITED: other work took 0.50 cores" in disturbed
+    assert "DO NOT CITE: other work used 0.50 cores" in disturbed
     write_rounds(tmp_path / "a" / "rounds.csv", {"processor": "p"}, rounds)
     lines = (tmp_path / "a" / "rounds.csv").read_text().split()
     assert lines[:3] == ["#", "processor:", "p"]
@@ -440,7 +440,7 @@ def test_expos_samples_drawn_one_by_one_are_those_of_the_batch() -> None:
     lines = commands(Args(algo="expo"), Path())
     assert list(lines) == ["ours", "loop"]
     assert all(line[1:] == ["bench/speed/expo_sampling.py", how, counted("HalfCheetah-v4")]
-               for line, how in zip(lines.values(), ("batch", "loop"), strict=True))  # fmt: skip
+               for line, how in zip(lines.values(), ("recorded", "loop"), strict=True))  # fmt: skip
     torch.manual_seed(0)
     agent, obs = expo_sampling.make_agent(17, 6), torch.randn(1, 17)
     with torch.no_grad():  # so that the noise that it sees depends on everything

@@ -79,18 +79,18 @@ class TestSuites:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("", r"\[\[runs\]\], one or more"),
+            ("", r"one or more \[\[runs\]\]"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\n[other]\na = 1", "nothing else"),
             ("[[runs]\n", "mine.toml"),
             ("[[runs]]\nalgo = 'sac'", "needs algo, envs or datasets"),
             ("[[runs]]\nenvs = 'Hopper-v4'", "needs algo"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = 0", "seeds"),
-            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = [-1]", "below 0"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = [-1]", "must be 0 or more"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = '3'", "seeds is '3'"),
             ("[[runs]]\nalgo = 'sac'\nenvs = [4]", "envs is"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ncpus = 0", "cpus of 1 or more"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ncpus = 1.5", "cpus is 1.5"),
-            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = -0.5", "below 0"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = -0.5", "must be 0 or more"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflag = ''", "flag: a run has algo, envs"),
             ("[[runs]]\nalgo = 'sacc'\nenvs = 'Hopper-v4'", "no algos/sacc.py: give one of bc, cql"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--criticcs 2'", "perhaps --critics"),
@@ -99,8 +99,8 @@ class TestSuites:
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--help'", "--help in flags"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--gamma \"2'", "No closing quotation"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 4", "envs is 4"),
-            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = nan", "not finite"),
-            ("runs = [1, 2]", r"\[\[runs\]\], one or more"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = nan", "and finite"),
+            ("runs = [1, 2]", r"one or more \[\[runs\]\]"),
             ("[[runs]]\nalgo = 'sac'\nenvs = ['Hopper-v4', 'Hopper-v4']", "two runs would go into"),
         ],
     )
@@ -338,8 +338,8 @@ def test_gpus_are_for_those_that_ask_and_threads_are_cpus(tmp_path: Path):
     ("status", "client", "said"),
     [
         (0, "true", "share it by MPS"),
-        (0, "false", "serves nobody"),
-        (0, "sleep 60", "serves nobody"),
+        (0, "false", "serves no process"),
+        (0, "sleep 60", "serves no process"),
         (1, "true", "no card here): the runs on one card take"),
     ],
 )
@@ -377,7 +377,7 @@ def test_without_the_service_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tm
         assert "not installed" in message
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "theirs")
     with shared_card() as message:
-        assert "runs already" in message
+        assert "already running" in message
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "theirs"
 
 
@@ -478,7 +478,7 @@ class TestSweeps:
             path = suite(RUN.format(steps=steps, seeds=1))
             assert start(path, tmp_path / "runs", "--cpus", "1").wait(timeout=300) == 0
         assert_same(tmp_path / "runs", train_without_sweep(path, tmp_path / "from-the-start"))
-        assert "goes on from step 500" in (tmp_path / "runs/mine/sac/Pendulum-v1/1.log").read_text()
+        assert "resumes from step 500" in (tmp_path / "runs/mine/sac/Pendulum-v1/1.log").read_text()
 
     def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, suite, tmp_path: Path):
         process = start(suite(RUN.format(steps=100_000, seeds=3)), tmp_path / "runs", "--cpus", "2")
@@ -487,12 +487,12 @@ class TestSweeps:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 130
-        assert "the same command goes on" in said
+        assert "run the same command to resume" in said
         assert "Traceback" not in said
         wait_for(lambda: all(map(ended, children)))
         assert not processes(str(tmp_path))
         for log in (tmp_path / "runs/mine/sac/Pendulum-v1").glob("*.log"):
-            assert "the same command goes on from there" in log.read_text()
+            assert "run the same command to resume" in log.read_text()
 
     def test_kills_of_a_run_a_worker_and_the_driver_change_nothing(
         self, start, suite, undisturbed: Path, tmp_path: Path
@@ -543,7 +543,7 @@ class TestSweeps:
             for part in (*second.children(recursive=True), second):
                 part.kill()
             assert process.wait(timeout=300) == 0, process.stdout.read()
-            assert "goes on from step" in its_folder.with_suffix(".log").read_text()
+            assert "resumes from step" in its_folder.with_suffix(".log").read_text()
         finally:
             for node in nodes:
                 for part in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else ():

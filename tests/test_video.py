@@ -148,7 +148,7 @@ def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, fi
 def test_a_missing_pygame_is_named(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, film: Film):
     module("sac").train(args := small(total_steps=100))
     monkeypatch.setitem(sys.modules, "pygame", None)
-    with pytest.raises(InputError, match=r"Pendulum-v1 is drawn by .*missing: pygame.*pip install"):
+    with pytest.raises(InputError, match=r"a package that draws Pendulum-v1 is missing: pygame.*pip install"):
         watch(Args(args.run_dir))
 
 

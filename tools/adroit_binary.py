@@ -39,19 +39,19 @@ class Args:
     """Demonstrations, output and imitating policy."""
 
     demonstrations: str
-    """A Minari id, or the path of an HDF5 file in D4RL's layout; D4RL's own files cut demonstrations in two."""
+    """Minari id, or path of an HDF5 file in D4RL's layout. D4RL's own files cut demonstrations in two."""
     output: str
-    """The file to write, which ends in .hdf5."""
+    """File to write, which ends in .hdf5."""
     task: Literal["pen", "door", "relocate"] = "pen"
     """Task of the demonstrations."""
     goes_on: bool = False
     """Follow RLPD's and EXPO's convention instead of Cal-QL's and WSRL's."""
     rollouts: int = 500
-    """Episodes of the imitating policy."""
+    """Number of episodes of the imitating policy."""
     updates: int = 20_000
     """Gradient steps of the imitating policy."""
     seed: int = 1
-    """Seed of everything random."""
+    """Random seed."""
 
 
 def parts(dataset: Dataset, task: str) -> Transitions:
@@ -71,7 +71,7 @@ def until_solved(data: Transitions) -> Transitions:
         if len(successes):
             kept[episode.start : episode.start + successes[-1] + 1] = True
     if not kept.any():
-        raise InputError("no episode here ever solves the task")
+        raise InputError("no episode solves the task: give other --demonstrations or the right --task")
     left = Transitions(*(values[kept] for values in data))
     return left._replace(terminations=left.rewards == 0, cuts=np.zeros(len(left.rewards), bool))
 
@@ -86,8 +86,8 @@ def main(args: Args) -> None:
     before = recipe_at(args.output)
     if before is not None:
         if before.get("arguments") != arguments:
-            raise InputError(f"{args.output} exists and was made by other arguments: give another --output")
-        raise Finished(f"{args.output} exists already, made by the same command: nothing to do")
+            raise InputError(f"{args.output} exists and was made with other arguments: give another --output")
+        raise Finished(f"{args.output} was already made by the same command: nothing to do")
     env_id = BINARY[args.task, False]
     env = gym.make(env_id.partition(":")[2])
     assert env.spec is not None
@@ -109,8 +109,8 @@ def main(args: Args) -> None:
     env_id = BINARY[args.task, not args.goes_on]
     write_d4rl(Path(args.output), data, env_id, gym.make(env_id.partition(":")[2]), recipe)
     sys.stderr.write(
-        f"{len(data.rewards):,} transitions, {(data.rewards == 0).mean():.0%} of them solved; solved at some step: "
-        f"{counts[0]} demonstrations, {counts[1]} of {args.rollouts} roll-outs of {horizon} steps; in {args.output}\n"
+        f"{len(data.rewards):,} transitions in {args.output}, {(data.rewards == 0).mean():.0%} of them solved\n"
+        f"solved at some step: {counts[0]} demonstrations, {counts[1]} of {args.rollouts} rollouts of {horizon} steps\n"
     )
 
 

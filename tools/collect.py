@@ -38,25 +38,26 @@ from tools.policies import Array, Policy, RunFolder, load_policy, read_run
 @dataclasses.dataclass
 class Args:
     output: str
-    """A file that ends in .hdf5, to be in D4RL's layout, or minari:namespace/name-v0."""
+    """Dataset to write: a file that ends in .hdf5 (D4RL's layout), or minari:namespace/name-v0."""
     env: str | None = None
-    """Gymnasium id of the environment; by default the run folder's."""
+    """Gymnasium id of the environment. By default it is the run folder's."""
     policy: tuple[str, ...] = ()
-    """random, waypoints (maze2d), a run folder, or a Stable-Baselines3 .zip; several share the transitions evenly."""
+    """random, waypoints (maze2d), a run folder, or a Stable-Baselines3 .zip.
+    Several policies share the transitions evenly."""
     replay: Path | None = None
-    """A run folder, instead of --policy: take all transitions in its checkpoint's replay buffer."""
+    """Run folder, instead of --policy. All transitions in its checkpoint's replay buffer become the dataset."""
     ref_scores: tuple[float, float] | None = None
-    """Returns of the scores 0 and 100, to store with the data."""
+    """Returns that score 0 and 100, to store with the data."""
 
     # With --policy
     transitions: int = 1_000_000
-    """Transitions to collect."""
+    """Number of transitions to collect."""
     seed: int = 1
-    """Seed of everything random: the environments and the policies' noise."""
+    """Random seed of the environments and of the policies' noise."""
     num_envs: int = 10
-    """Environments stepped together."""
+    """Number of environments stepped together."""
     vectorizer: Literal["sync", "async"] = "sync"
-    """Step environments one after another (sync), or each in its own process (async)."""
+    """How environments are stepped. sync: one after another. async: each in its own process."""
     deterministic: bool = False
     """Act without the policy's noise."""
 
@@ -66,7 +67,7 @@ class Args:
         with_policy = ("transitions", "seed", "num_envs", "vectorizer", "deterministic")
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         if self.replay and (meant := [f"--{name.replace('_', '-')}" for name in with_policy if name in changed]):
-            raise InputError(f"{', '.join(meant)}: with --policy only; --replay takes the buffer as it is")
+            raise InputError(f"--replay takes the whole buffer unchanged: leave out {', '.join(meant)}")
         at_least(0, seed=self.seed)
         at_least(1, num_envs=self.num_envs, transitions=self.transitions)
         if self.transitions < len(self.policy) * self.num_envs:
@@ -120,8 +121,8 @@ def collect(args: Args) -> None:
         f"{facts['transitions']:,} transitions, {facts['episodes']:,} episodes ({facts['cut_episodes']:,} of them cut)"
     )
     if facts["return"]:
-        said += "; return of the others: mean {mean:,.1f}, min {min:,.1f}, max {max:,.1f}".format(**facts["return"])
-    sys.stderr.write(f"{said}; written to {args.output}\n")
+        said += ", return of the others: mean {mean:,.1f}, min {min:,.1f}, max {max:,.1f}".format(**facts["return"])
+    sys.stderr.write(f"{said}\nwritten to {args.output}\n")
 
 
 def _environment(args: Args, run: RunFolder | None) -> str:
@@ -130,10 +131,10 @@ def _environment(args: Args, run: RunFolder | None) -> str:
     if run and trained_on and args.env not in (None, trained_on):
         raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
     if run and not trained_on and args.env:
-        sys.stderr.write(f"warning: {run.path} played its dataset's environment: see that {args.env} is the same\n")
+        sys.stderr.write(f"warning: {run.path} used its dataset's environment: check that {args.env} is the same\n")
     env_id = args.env or trained_on
     if env_id is None:
-        raise InputError("no policy here names its environment: give --env")
+        raise InputError("none of the policies names its environment: give --env")
     return env_id
 
 
@@ -150,9 +151,9 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     if differ:
         listed = ", ".join(f"{k} ({there.get(k)} there, {here[k]} here)" for k in differ if k != "sources")
         raise InputError(
-            f"{output} exists and holds other data: {listed or 'the policies are others'}\ngive another --output"
+            f"{output} exists and holds other data: {listed or 'the policies differ'}\ngive another --output"
         )
-    raise Finished(f"{output} exists already, made by the same command: nothing to do")
+    raise Finished(f"{output} was already made by the same command: nothing to do")
 
 
 def _collected(args: Args, env_id: str, policies: list[Policy]) -> tuple[Transitions, Infos]:
@@ -242,7 +243,7 @@ def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> tuple[Transitions, Info
     buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole)
     buffer.load(run.path / "checkpoint" / "replay", data["buffer"])
     if not len(buffer):
-        raise InputError(f"{run.path} has an empty replay buffer")
+        raise InputError(f"{run.path} has an empty replay buffer: give a run with online steps")
     numbers = np.arange(buffer.added - len(buffer), buffer.added)  # numbers of the transitions, the oldest first
     numbers = numbers[np.argsort(numbers % num_envs, kind="stable")]
     rows = buffer.rows[torch.from_numpy(numbers % buffer.capacity)].numpy()

@@ -62,9 +62,9 @@ class Args:
     folder: Path = ROOT / "data"
     """Folder of the datasets and of the runs that make them."""
     experts: Path = ROOT / "data" / "policies"
-    """Folder of tqc-<robot>-v3.zip, Stable-Baselines3's trained agents; missing ones are downloaded."""
+    """Folder of tqc-<robot>-v3.zip, Stable-Baselines3's trained agents. Missing ones are downloaded."""
     jobs: int = 2
-    """Commands that run at once, with one thread each."""
+    """Number of commands that run at once, with one thread each."""
 
 
 def build(name: str, args: Args) -> None:
@@ -96,7 +96,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
     if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
         out = beside
-        sys.stderr.write(f"{path} is not the one that the results are of: described in {out}\n")
+        sys.stderr.write(f"{path} differs from the dataset of the published results: its description is in {out}\n")
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
         file.write((json.dumps(found, indent=1) + "\n").encode())
@@ -104,7 +104,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
 
 def _check(path: Path, sha256: str) -> None:
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise InputError(f"{path} is not the expert that the suite is made of (SHA-256 {sha256})")
+        raise InputError(f"{path} is not the suite's expert: give other --experts (SHA-256 {sha256})")
 
 
 def _run(line: str, *paths: str) -> None:

@@ -44,18 +44,18 @@ class Args:
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
-    """Time limit of a file that marks no time-outs, and of such a --reference."""
+    """Time limit in steps, for a file and a --reference that mark no time-outs."""
     env: str | None = None
-    """Environment whose action box is used if the file does not state one, instead of the environment that it names.
-    A line is printed if the file states another box."""
+    """Environment whose action box is used if the file states none, instead of the environment that it names.
+    If the file states another box, a warning is printed."""
     picture: Path | None = None
     """Write the distribution of returns to this file (.png, .pdf, .svg)."""
     json: Path | None = None
-    """Write all figures to this file too."""
+    """Also write all figures to this JSON file."""
 
 
 def facts(recording: RawDataset, reference: RawDataset | None = None, env: str | None = None) -> dict[str, Any]:
-    """Return all that is reported, as plain numbers.
+    """Return everything that is reported, as plain numbers.
 
     Reads the data once, block by block, and again if there is a `reference`. `env` is as in `offline.dataset.load`.
     Raise InputError if the action box of `env` is not available, or if the datasets have different widths.
@@ -159,7 +159,7 @@ def coverage(recording: RawDataset, reference: RawDataset) -> float:
     """
     if (recording.obs_dim, recording.action_dim) != (reference.obs_dim, reference.action_dim):
         raise InputError(
-            f"{recording.id} and {reference.id} differ in their observations or actions: no common coverage"
+            f"{recording.id} and {reference.id} have different observations or actions: give another --reference"
         )
     count = min(len(recording), len(reference))
     low = np.min([part.min(0) for part in _pairs(reference, count)], axis=0)

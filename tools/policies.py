@@ -1,6 +1,6 @@
 """Policies that collect data: random, waypoints, a run folder's checkpoint, or a Stable-Baselines3 policy file.
 
-Nothing is ever unpickled: checkpoints and policy files are read as mere tensors.
+Nothing is ever unpickled: checkpoints and policy files are read as tensors only.
 """
 
 import base64
@@ -212,17 +212,17 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with zipfile.ZipFile(path) as archive:
             policy, said = archive.read("policy.pth"), archive.read("data")
     except (zipfile.BadZipFile, OSError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise InputError(f"{path} is not a whole Stable-Baselines3 .zip: {error}") from None
+        raise InputError(f"{path} is not a complete Stable-Baselines3 .zip: {error}") from None
     try:
         weights = torch.load(io.BytesIO(policy), map_location="cpu", weights_only=True)
         data = json.loads(said)
     except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError):
-        raise InputError(f"{path} holds more than tensors, or is damaged: it is not read") from None
+        raise InputError(f"{path} holds more than tensors, or is damaged: give another policy") from None
     if not (isinstance(weights, dict) and isinstance(data, dict)):
         raise InputError(f"{path} is not a Stable-Baselines3 policy")
     tensors = {str(k): v.float() for k, v in weights.items() if isinstance(v, Tensor)}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        raise InputError(f"{path} holds weights that are not finite")
+        raise InputError(f"{path} holds weights that are not finite: give another policy")
     return tensors, data
 
 

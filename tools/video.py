@@ -48,19 +48,19 @@ class Args:
     """Policy and output."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """A run folder that has a checkpoint."""
+    """Run folder that has a checkpoint."""
     play: bool = False
     """Show a window instead: MuJoCo's viewer, or the environment's own."""
     output: Path | None = None
-    """The mp4 to write; by default <run>/video.mp4."""
+    """The mp4 to write. By default it is <run>/video.mp4."""
     episodes: int = 1
-    """Episodes to show, one after another."""
+    """Number of episodes to show."""
     sampled: bool = False
-    """Act with the policy's noise; by default act as in evaluations."""
+    """Act with the policy's noise. By default the policy acts as in evaluations."""
     seed: int | None = None
-    """Seed of the episodes, used as a run uses --seed for evaluations; by default the run's own."""
+    """Seed of the episodes, used as a run uses --seed for evaluations. By default it is the run's own."""
     env: str | None = None
-    """An environment with the same observations and actions, instead of the run's."""
+    """Environment to use instead of the run's, with the same observations and actions."""
 
     def __post_init__(self) -> None:
         at_least(1, episodes=self.episodes)
@@ -79,7 +79,7 @@ def watch(args: Args) -> None:
     run = read_run(args.run)
     env_id = str(args.env or run.arguments.get("env") or "")
     if not env_id:
-        raise InputError(f"{args.run} does not name its environment, which its dataset brought: give --env")
+        raise InputError(f"{args.run} used its dataset's environment and does not name it: give --env")
     env = make(env_id, render_mode=None if args.play else "rgb_array")
     if args.play and not _is_mujoco(env):
         env = make(env_id, render_mode="human")
@@ -91,7 +91,7 @@ def watch(args: Args) -> None:
             try:
                 (episode,) = evaluate(policy, [Shown(env, show)], [seed])
             except DependencyNotInstalled as error:
-                raise InputError(f"{env_id} is drawn by a package that is missing: {error}") from None
+                raise InputError(f"a package that draws {env_id} is missing: {error}") from None
             solved = "" if episode.success is None else ", solved" if episode.success else ", not solved"
             sys.stdout.write(f"episode {i}: return {episode.return_:.1f}, length {episode.length}{solved}\n")
     if not args.play:
@@ -187,7 +187,7 @@ def choose_renderer() -> None:
             return
     raise InputError(
         f"MuJoCo cannot draw here: {f'MUJOCO_GL={given} does' if given else 'egl, osmesa and glfw do'} not work\n"
-        "install a driver-less renderer (Debian, Ubuntu: apt install libegl1 libgl1-mesa-dri, or libosmesa6)"
+        "install a software renderer (Debian, Ubuntu: apt install libegl1 libgl1-mesa-dri, or libosmesa6)"
     )
 
 

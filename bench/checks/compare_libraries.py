@@ -23,7 +23,7 @@ from tools.policies import load_policy
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-libraries" / "bin" / "python"
-ENVIRONMENTS = ("HalfCheetah-v4", "AdroitHandPen-v1", "PointMaze_UMaze-v3")  # a time limit; success; dict observations
+ENVIRONMENTS = ("HalfCheetah-v4", "AdroitHandPen-v1", "PointMaze_UMaze-v3")  # time limit, success, dict observations
 
 
 def export_lines() -> str:

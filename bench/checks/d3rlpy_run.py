@@ -1,10 +1,10 @@
-"""Train d3rlpy's IQL or CQL on a D4RL file with d3rlpy's own Python, and evaluate it as we evaluate ours.
+"""Train d3rlpy's IQL or CQL on a D4RL file with d3rlpy's own Python, and evaluate it as a run of onramp.
 
     make d3rlpy ARGS="iql|cql FILE ENVIRONMENT SEED STEPS FOLDER [WIDTH ACTIONS]"
 
-Hyperparameters are those of its authors' reproduction scripts if these are the paper's. Otherwise they are those of
+Hyperparameters are those of its authors' reproduction scripts, if those are the paper's. Otherwise they are those of
 `algos/cql.py`: CQL has two hidden layers of width WIDTH (256), and three in the scripts. CQL samples ACTIONS (10) of
-each kind. D4RL's package reads the file, and d3rlpy makes the updates. Only the evaluation is ours, by
+each kind. D4RL's package reads the file, and d3rlpy makes the updates. Only the evaluation is onramp's, by
 `common/evaluate.py`, in the same environments, from the same seeds and at the same steps. FOLDER gets evaluations.csv
 and config.json, as one of our run folders does.
 """

@@ -66,7 +66,7 @@ def beside(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tupl
 
 def online_aggregates() -> Table:
     """Return our and the published interquartile means over the environments, and the probability of improvement."""
-    heads = "", "steps", "onramp", "published", "a run of onramp is better", "environments: seeds of each"
+    heads = "", "steps", "onramp", "published", "probability of improvement", "environments: seeds of each"
     table = Table(heads)
     for algo in sorted({algo for algo, _ in online()}):
         for step in STEPS:

@@ -84,7 +84,9 @@ def kept_runs(folder: Path) -> Iterator[Kept]:
     for config in sorted(folder.glob(f"*/*/*/{CONFIG}")):
         where, (algo, task, seed) = config.parent, config.parts[-4:-1]
         if not (where / KEPT_EVALUATIONS).exists():
-            raise InputError(f"{where} has no {KEPT_EVALUATIONS}: python bench/report/archive_run.py {where} {where}")
+            raise InputError(
+                f"{where} has no {KEPT_EVALUATIONS}: run python bench/report/archive_run.py {where} {where}"
+            )
         rows = read_evaluations(where / KEPT_EVALUATIONS)
         yield Kept(algo, task, seed, json.loads(config.read_text()), rows)
 
@@ -92,9 +94,9 @@ def kept_runs(folder: Path) -> Iterator[Kept]:
 @dataclass(frozen=True)
 class Args:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run folder, which holds config.json and evaluations.csv."""
+    """Run folder, which holds config.json and evaluations.csv."""
     kept: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="KEPT")]
-    """The folder to keep it in: results/<...>/<algorithm>/<environment or dataset>/<seed>."""
+    """Folder to keep it in: results/<...>/<algorithm>/<environment or dataset>/<seed>."""
 
 
 def main(args: Args) -> None:

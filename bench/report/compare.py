@@ -34,22 +34,22 @@ EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # also the .gz that bench/report/arc
 
 @dataclass(frozen=True)
 class Args:
-    """Runs to compare, and design of the test."""
+    """Runs to compare, and the design of the test."""
 
     folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
-    """Folder of <name>/<task>/<seed>/, or with --suite of <suite>/<name>/<task>/<seed>/."""
+    """Folder that holds <name>/<task>/<seed>/, or with --suite <suite>/<name>/<task>/<seed>/."""
     suite: str | None = None
-    """Run the seeds that are needed, from this suite; by default only print them."""
+    """Suite from which to run the seeds that are needed. Without it, they are only printed."""
     names: tuple[str, ...] = ()
-    """Two or more names to compare; by default all of the folder or the suite."""
+    """Two or more names to compare. By default, all names in the folder or the suite."""
     tasks: tuple[str, ...] = ()
-    """Tasks, which are one comparison over all of them; by default those that all names have."""
+    """Tasks to compare on, all in one comparison. By default, those that all names have."""
     against: str | None = None
-    """Compare all others with this name only, not with each other."""
+    """Compare the other names with this name only, not with each other."""
     column: Literal["return", "normalized_score", "success"] = "return"
     """Column of evaluations.csv to compare."""
     step: int | None = None
-    """Step of the scores, interpolated linearly; by default the last evaluation of any of the runs."""
+    """Step of the scores, interpolated linearly. By default, the last evaluation of any of the runs."""
     last: int = 1
     """Number of evaluations to average, up to that step."""
     seeds: int = 5
@@ -57,7 +57,7 @@ class Args:
     interims: int = 5
     """K, maximum number of interims: the test ends with K·N seeds."""
     alpha: float = 0.05
-    """Largest probability that any two equal names are called different."""
+    """Largest probability of calling any two equal names different."""
 
     @property
     def design(self) -> Design:
@@ -245,7 +245,9 @@ def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
         of_now = sweep.Sweep([by_run[one] for one in needed if not sweep.is_done(by_run[one])])
         sweep.execute(of_now, sweep.Args(name, args.folder))
         if of_now.failed:
-            raise RunError(f"{len(of_now.failed)} runs failed; the same command starts them again\n{of_now.table()}")
+            raise RunError(
+                f"{len(of_now.failed)} runs failed: run the same command to start them again\n{of_now.table()}"
+            )
 
     return dataclasses.replace(args, folder=args.folder / suite, names=names, tasks=tasks), run
 

@@ -72,7 +72,7 @@ def score_curve(run: Kept) -> Curve:
         if row["normalized_score"]:
             return float(row["normalized_score"])
         where = f"{run.algo}/{run.task}/{run.seed}"
-        assert row["success"], f"{where}: neither success, nor a return that anyone published a scale for"
+        assert row["success"], f"{where} has neither success nor a return with published reference scores"
         return 100.0 * float(row["success"])
 
     return means(run.rows, score)

@@ -1,10 +1,12 @@
 """Figures of the report, as PNG or SVG: learning curves with intervals, performance profiles, interquartile means.
 
-Colours are those of Okabe and Ito, which colour-blind readers can distinguish. Line styles differ too.
+Each algorithm has one colour everywhere. Most are those of Okabe and Ito, which colour-blind readers can distinguish.
+Line styles distinguish variants of one algorithm.
 """
 
 import base64
 import io
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,25 +14,55 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from bench.report.curves import Curve, aligned, number_of
+from bench.report.curves import Curve, Curves, aligned, number_of
 from bench.report.intervals import MIN_SEEDS_FOR_CI, Estimate, Values, estimate, interquartile_mean
 from bench.sweep.suite import labels
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "onramp"  # the same figure has the same bytes
 mpl.rcParams["svg.fonttype"] = "none"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = {
+    "sac": "#0072B2",
+    "td3": "#D55E00",
+    "ppo": "#009E73",
+    "iql": "#CC79A7",
+    "cql": "#E69F00",
+    "td3_bc": "#56B4E9",
+    "bc": "#8C564B",
+    "wsrl": "#332288",
+    "rlpd": "#AA4499",
+    "expo": "#117733",
+}
+OTHERS = ("#882255", "#44AA99", "#999933", "#661100", "#6699CC", "#DDCC77")  # of algorithms that have no colour yet
+STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1)), (0, (1, 3)), (0, (4, 1, 1, 1)), (0, (8, 3)))
 GREY = "#666666"
 SIZE = (4.3, 3.4)  # inches; its letters are still 10 pixels high on a phone 360 pixels wide
 
 
+def colour_of(algo: str) -> str:
+    """Return the colour of an algorithm, or of a variant such as cql-mix or d3rlpy-cql."""
+    parts = algo.split("-")
+    known = [part for part in parts if part in COLOURS]
+    return COLOURS[known[0]] if known else OTHERS[zlib.crc32(parts[0].encode()) % len(OTHERS)]
+
+
+def styled(names: dict[str, str]) -> dict[str, "Line"]:
+    """Return a line for each algorithm of `names`, its label. Variants of one algorithm have different styles."""
+    lines: dict[str, Line] = {}
+    for algo, label in names.items():
+        same = sum(line.colour == colour_of(algo) for line in lines.values())
+        lines[algo] = Line(label, colour_of(algo), STYLES[same % len(STYLES)])
+    return lines
+
+
 class Line(NamedTuple):
-    """Name, colour and line style of one algorithm, ours or published."""
+    """Name, colour and line style of one algorithm, onramp's or published."""
 
     name: str
     colour: str
-    style: str = "-"
+    style: Any = "-"
 
     @property
     def look(self) -> dict[str, Any]:
@@ -66,17 +98,39 @@ def learning_figure(
     algo: str, env: str, ours: dict[str, Curve], published: dict[str, Curve], size: tuple[float, float] = SIZE
 ) -> Figure:
     """Return the figure of our and the published returns over environment steps, up to our last step."""
-    names = labels("online-1m")
     figure, axes = _figure(f"{algo.upper()}, {env}", "environment steps", "return", size)
     if published:
         draw_curves(axes, Line("published", GREY, "--"), published, max(map(max, ours.values())))
-    draw_curves(axes, Line("onramp", COLOURS[list(names).index(algo) if algo in names else 0]), ours)
+    draw_curves(axes, Line("onramp", colour_of(algo)), ours)
     return _with_legend(figure)
 
 
-def scores_figure(title: str, steps: str, lines: dict[Line, dict[str, Curve]], behaviour: float | None) -> Figure:
+def overview_figure(ours: Curves, published: Curves) -> Figure:
+    """Return a figure with a panel for each environment: our returns and the published ones over environment steps."""
+    names = list(labels("online-1m"))
+    envs = sorted({env for _, env in ours})
+    figure = Figure(figsize=(3.7 * len(envs), 3.4), layout="constrained")
+    handles: dict[str, Line2D] = {}
+    for i, env in enumerate(envs):
+        axes = figure.add_subplot(1, len(envs), i + 1)
+        _set_up(axes, env, "environment steps", "return" if i == 0 else "")
+        for algo in (algo for algo in names if (algo, env) in ours):
+            colour, seeds = colour_of(algo), ours[algo, env]
+            theirs = published.get((algo, env), {})
+            if theirs:
+                draw_curves(axes, Line("", colour, "--"), theirs, max(map(max, seeds.values())))
+            draw_curves(axes, Line("", colour), seeds)
+            handles[algo.upper()] = Line2D([], [], color=colour)
+    handles["published"] = Line2D([], [], color=GREY, linestyle="--")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    return figure
+
+
+def scores_figure(
+    title: str, steps: str, lines: dict[Line, dict[str, Curve]], behaviour: float | None, label: str = "score"
+) -> Figure:
     """Return the figure of several algorithms' scores over steps on one dataset, with the score of its own episodes."""
-    figure, axes = _figure(title, steps, "score", SIZE)
+    figure, axes = _figure(title, steps, label, SIZE)
     if behaviour is not None:
         axes.axhline(behaviour, color=GREY, linestyle=":", linewidth=1.2, label="the dataset's episodes")
     for line, seeds in lines.items():
@@ -88,7 +142,7 @@ def scores_figure(title: str, steps: str, lines: dict[Line, dict[str, Curve]], b
 
 def profile_figure(title: str, label: str, thresholds: Values, profiles: dict[Line, Estimate]) -> Figure:
     """Return the figure of the share of runs above each score."""
-    figure, axes = _figure(title, label, "share of runs above it", SIZE)
+    figure, axes = _figure(title, label, "share of runs above this value", SIZE)
     for line, found in profiles.items():
         axes.step(thresholds, found.value, where="post", linewidth=1.6, label=line.name, **line.look)
         draw_interval(axes, line, thresholds, found, step="post")
@@ -125,13 +179,17 @@ def data_uri(figure: Figure) -> str:
 def _figure(title: str, x: str, y: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
+    _set_up(axes, title, x, y)
+    return figure, axes
+
+
+def _set_up(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#eeeeee")
     axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(_short))
     axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(6))
-    return figure, axes
 
 
 def _short(number: float, _: int) -> str:

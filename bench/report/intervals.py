@@ -74,7 +74,7 @@ def estimate(statistic: Statistic, tasks: Sequence[ArrayLike], enough: int = MIN
 
 
 def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Return the mean over seeds of `ours` minus `theirs` of the same seed, with Student's 95 % interval.
+    """Return the mean over seeds of `ours` minus `theirs`, paired by seed, with Student's 95 % interval.
 
     The interval needs three or more seeds, whose differences are not all equal. It is exact if the differences are
     normal. A bootstrap of so few seeds is not exact even then.

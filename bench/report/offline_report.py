@@ -128,11 +128,11 @@ def wsrl_table(suite: str = "wsrl") -> Table:
 def expo_table(of: Callable[[str], Curves] = scores) -> Table:
     """Return the scores, or success rates, of EXPO, its ablations and RLPD.
 
-    Columns are at the switch, half way and at the end of the shortest run, and the mean of all evaluations.
+    Columns are at the switch, halfway and at the end of the shortest run, and the mean of all evaluations.
     """
     columns: dict[str, Column] = {
         "at the switch": lambda curve, _: curve[0],
-        "half way": lambda curve, last: at(curve, last // 2),
+        "halfway": lambda curve, last: at(curve, last // 2),
         "at the end": at,
         "mean of all evaluations": mean_online,
     }
@@ -148,7 +148,7 @@ def of_shared_seeds(ours: dict[str, Curve], theirs: dict[str, Curve]) -> tuple[l
 
 def expo_differences(of: Callable[[str], Curves] = scores) -> Table:
     """Return by how much EXPO is above each of the others, seed by seed, after the same number of steps."""
-    table = Table(("", "EXPO less", "seeds", "at the end", "mean of all evaluations"))
+    table = Table(("", "EXPO minus", "seeds", "at the end", "mean of all evaluations"))
     for dataset, found in comparison("expo", of).items():
         ours = found.pop(labels("expo")["expo"], {})
         for name, theirs in found.items():

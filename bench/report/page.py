@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from matplotlib.figure import Figure
 
 from bench.report import aggregates, curves, offline_report
@@ -15,14 +15,15 @@ from bench.report.aggregates import STEPS, online_runs, only_means, profiles, re
 from bench.report.archive_run import Kept, kept_runs
 from bench.report.curves import Curve, aligned, by_updates, number_of, online, published, scores, there
 from bench.report.figures import (
-    COLOURS,
     GREY,
     Line,
+    colour_of,
     data_uri,
     learning_figure,
     points_figure,
     profile_figure,
     scores_figure,
+    styled,
 )
 from bench.report.intervals import MIN_SEEDS_FOR_CI, estimate, interquartile_mean
 from bench.report.offline_report import ALGORITHMS, UPDATES
@@ -53,9 +54,7 @@ class Image:
 def whole_page() -> str:
     """Return the whole page; the same data give the same bytes."""
     kept = [(folder, run) for folder in FOLDERS for run in kept_runs(curves.RESULTS / folder)]
-    loader = FileSystemLoader(Path(__file__).parent)
-    jinja = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    return jinja.get_template("page.html").render(
+    return template("page.html").render(
         episodes=f"{sum(len(run.rows) for _, run in kept):,}",
         runs=len(kept),
         enough=MIN_SEEDS_FOR_CI,
@@ -76,6 +75,13 @@ def whole_page() -> str:
     )
 
 
+def template(name: str) -> Template:
+    """Return a template of this folder."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    jinja = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return jinja.get_template(name)
+
+
 def online_curves() -> Iterator[Image]:
     theirs = published()
     for (algo, env), seeds in online().items():
@@ -84,17 +90,17 @@ def online_curves() -> Iterator[Image]:
 
 
 def online_profiles() -> Iterator[Image]:
-    """Yield for each algorithm the profile of our and the published runs, at the last step that ours reached."""
-    for (algo, name), colour in zip(ONLINE.items(), COLOURS, strict=False):
+    """Yield for each algorithm the profile of our and the published runs, at the last step that our runs reached."""
+    for algo, name in ONLINE.items():
         got = [step for step in STEPS if algo in online_runs(step)[0]]
         if not got:
             continue
         ours, theirs = (runs[algo] for runs in online_runs(got[-1]))
         runs = {"onramp": ours} | ({} if algo in only_means() else {"published": theirs})
         thresholds, found = profiles(runs)
-        lines = {"onramp": Line("onramp", colour), "published": Line("published", GREY, "--")}
+        lines = {"onramp": Line("onramp", colour_of(algo)), "published": Line("published", GREY, "--")}
         shares = {lines[who]: profile for who, profile in found.items()}
-        title, label = f"{name}, {got[-1]:,} steps", "return, the published one at a million being 1"
+        title, label = f"{name}, {got[-1]:,} steps", "return / published return at a million steps"
         seeds = ", ".join(f"{who} {sum(map(len, tasks.values()))}" for who, tasks in runs.items())
         text = f"Performance profile of {name} after {got[-1]:,} steps over {len(ours)} environments; runs: {seeds}"
         yield Image(profile_figure(title, label, thresholds, shares), text)
@@ -131,16 +137,16 @@ def offline_aggregates() -> Iterator[Image]:
 
 def switch_curves() -> Iterator[Image]:
     """Yield for each comparison and dataset the scores before and after the switch to online training."""
-    styles = [(colour, style) for style in ("-", "--", ":") for colour in COLOURS]
     for folder, suite in (("online", "off2on-own"), ("wsrl", "wsrl"), ("wsrl-longer", "wsrl-longer"), ("expo", "expo")):
         found, names = scores(folder), labels(suite)
         for dataset in sorted({dataset for _, dataset in found}):
-            own = {names.get(algo, algo): seeds for (algo, of), seeds in found.items() if of == dataset}
-            lines = {Line(name, *style): seeds for (name, seeds), style in zip(own.items(), styles, strict=False)}
-            text = "; ".join(f"{name} ends at {ends(seeds, 1)}" for name, seeds in own.items())
+            own = {algo: seeds for (algo, of), seeds in found.items() if of == dataset}
+            line_of = styled({algo: names.get(algo, algo) for algo in own})
+            lines = {line_of[algo]: seeds for algo, seeds in own.items()}
+            text = "; ".join(f"{line_of[algo].name} ends at {ends(seeds, 1)}" for algo, seeds in own.items())
             title = dataset + ("" if folder == "online" else f", {folder.partition('-')[0].upper()}'s comparison")
-            figure = scores_figure(title, "steps from the switch", lines, None)
-            yield Image(figure, f"Score on {dataset} before and behind the switch: {text}")
+            figure = scores_figure(title, "steps relative to the switch", lines, None)
+            yield Image(figure, f"Score on {dataset} before and after the switch: {text}")
 
 
 def published_table() -> Table:
@@ -173,7 +179,7 @@ def machine(run: Kept) -> str:
 
 def runs_table(kept: list[tuple[str, Kept]]) -> Table:
     """Return a row for each run: its folder, seed, steps, time, speed, threads, commit and episodes."""
-    heads = "", "seed", "steps", "episodes an evaluation", "hours", "steps/s", "threads", "commit", "episodes"
+    heads = "", "seed", "steps", "episodes per evaluation", "hours", "steps/s", "threads", "commit", "episodes"
     table = Table(heads)
     for folder, run in kept:
         what = "/".join(filter(None, (folder, run.algo, run.task)))
@@ -182,13 +188,13 @@ def runs_table(kept: list[tuple[str, Kept]]) -> Table:
         time = run.config.get("time")
         took = [f"{time['seconds'] / 3600:.2f}", f"{time['steps_per_second']:,.1f}"] if time else 2 * ["not recorded"]
         threads = str(run.config.get("hardware", run.config).get("threads", "not recorded"))
-        commit = run.config.get("commit", "not ours")[:8]
+        commit = run.config.get("commit", "external")[:8]
         table.rows.append([what, run.seed, reach, episodes, *took, threads, commit, str(len(steps))])
     return table
 
 
 def algorithm_line(algo: str) -> Line:
-    return Line(ALGORITHMS[algo], COLOURS[list(ALGORITHMS).index(algo)], "--" if algo.startswith(PEER) else "-")
+    return Line(ALGORITHMS[algo], colour_of(algo), "--" if algo.startswith(PEER) else "-")
 
 
 def ends(seeds: dict[str, Curve], digits: int = 0) -> str:

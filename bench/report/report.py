@@ -1,9 +1,11 @@
+# ruff: noqa: T201
 """Make the tables of README and docs, the figures in results/ and the page results/report.html.
 
-They are made from the raw data in results/ and nothing else.
+All of them come from the raw data in results/ alone.
 
-python bench/report/report.py            # rewrites them
-python bench/report/report.py --check    # exits with 1 if they differ from what the data give
+    python bench/report/report.py                 # rewrites them
+    python bench/report/report.py --check         # exits with 1 if they differ from what the data give
+    python bench/report/report.py --runs runs     # writes a page of your own runs, runs/report.html
 """
 
 import ast
@@ -17,10 +19,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.aggregates import learning_table, settings_table
+from bench.pages.code_links import with_links
+from bench.pages.runs_page import runs_page
+from bench.report.aggregates import learning_table, settings_table, spread_at
 from bench.report.curves import online, published, successes
-from bench.report.figures import learning_figure, png
+from bench.report.figures import learning_figure, overview_figure, png
 from bench.report.offline_report import (
+    ALGORITHMS,
     d3rlpy_table,
     expo_differences,
     expo_table,
@@ -36,14 +41,18 @@ from common.command_line import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
+PEERS = {"sb3": "SB3", "sbx": "SBX", "d3rlpy": "d3rlpy", "loop": "a plain loop"}
+HEADLINE = ("HalfCheetah-v4", 300_000)  # the task of the README's table, and the number of steps
 
 
 @dataclass(frozen=True)
 class Args:
-    """Rewrite, or check."""
+    """Rewrite the tables, figures and page, or check the tables."""
 
     check: bool = False
-    """Only compare; write nothing."""
+    """Compare the tables and links with results/ and the code, and write nothing."""
+    runs: Path | None = None
+    """Folder with your own run folders. Write only report.html there, about these runs."""
 
 
 def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
@@ -56,7 +65,7 @@ def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
 
 def speed_table() -> Table:
     """Return our and the peers' environment steps per second, a row for each measurement."""
-    heads = "", "measured", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"
+    heads = "", "measured on", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"
     table = Table(heads)
     for facts, median, ratio in speeds("sb3"):
         alone, floor = float(facts.get("our update alone in ms", "nan")), median.get("floor")
@@ -68,14 +77,14 @@ def speed_table() -> Table:
 
 
 def measured(facts: dict[str, str]) -> str:
-    """Return the processor of a measurement, and the form of our updates if it was noted."""
+    """Return the processor of a measurement, and the form of our updates if it was recorded."""
     cpu = re.sub(r"\(R\)|,.*| Processor", "", facts["processor"])
     return f"{cpu}, {facts['form']}" if "form" in facts else cpu
 
 
 def speed_beside(peer: str) -> Table:
     """Return our steps per second and one peer's: d3rlpy on a dataset, or a plain loop."""
-    table = Table(("", "measured", "onramp", peer, f"onramp / {peer}", "step / floor"))
+    table = Table(("", "measured on", "onramp", peer, f"onramp / {peer}", "step / floor"))
     for facts, median, ratio in speeds(peer):
         step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
         rates = f"{median['ours']:.1f}", f"{median[peer]:.1f}", f"{ratio[peer]:.2f}"
@@ -98,18 +107,51 @@ def datasets_table() -> Table:
 
 
 def algorithms_table() -> Table:
-    """Return the algorithms: the title of each file's docstring, the file and its page."""
-    table = Table(["algorithm", "file", "page"])
+    """Return the algorithms: name, paper, file and its length, kind of data, and returns against published ones."""
+    table = Table(
+        ["algorithm", "paper", "file, lines", "data", f"return on {HEADLINE[0]}, {HEADLINE[1]:,} steps", "speed"]
+    )
     for path in sorted((ROOT / "algos").glob("*.py")):
-        if title := ast.get_docstring(ast.parse(path.read_text())):
-            name, title = path.stem, " ".join(title.partition("\n\n")[0].split()).rstrip(".")
-            table.rows.append([title, f"[`algos/{name}.py`](algos/{name}.py)", f"[docs/{name}.md](docs/{name}.md)"])
+        text = path.read_text()
+        if not (title := ast.get_docstring(ast.parse(text))):
+            continue
+        name, paper = path.stem, re.search(r"arXiv (\d+\.\d+)", title)
+        seeds, theirs = (runs.get((name, HEADLINE[0]), {}) for runs in (online(), published()))
+        returns = f"[on our own datasets](docs/{'offline.md' if name in ALGORITHMS else f'{name}.md#results'})"
+        if seeds:
+            returns = f"{spread_at(seeds, HEADLINE[1])}; published {spread_at(theirs, HEADLINE[1])}"
+        data = "offline to online" if "OfflineArgs" in text else "online"
+        table.rows.append(
+            [
+                f"[{name.upper().replace('_BC', '+BC')}](docs/{name}.md)",
+                f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "",
+                f"[`algos/{name}.py`](algos/{name}.py), {len(text.splitlines())}",
+                data,
+                returns,
+                speed_of(name),
+            ]
+        )
     return table
+
+
+def speed_of(algo: str) -> str:
+    """Return the ratio of our speed to the fastest peer's with its range over the rounds, or "" if it is not measured.
+
+    Use the measurement with the fewest environments among those that recorded the form of our updates.
+    """
+    for path in sorted((RESULTS / "speed").glob(f"{algo}-*.csv")):
+        facts, rates = read_rounds(path)
+        peers = [peer for peer in PEERS if peer in rates]
+        if peers and "form" in facts:
+            fastest = rates[peers].median().idxmax()
+            ratio = rates["ours"] / rates[fastest]
+            return f"{ratio.median():.2f} × {PEERS[fastest]} ({ratio.min():.2f} to {ratio.max():.2f})"
+    return ""
 
 
 def loading_table() -> Table:
     """Return seconds and memory of each loader, as medians over the rounds."""
-    table = Table(("", "seconds", "at the peak", "transitions"))
+    table = Table(("", "seconds", "peak memory", "transitions"))
     median = pd.read_csv(RESULTS / "loading.csv", comment="#").groupby("contender").median()
     names = {"ours": "onramp", "d3rlpy": "d3rlpy 2.8.1", "qlearning_dataset": "D4RL's qlearning_dataset"}
     for contender, name in names.items():
@@ -121,7 +163,9 @@ def loading_table() -> Table:
 TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "README.md": {
         "algorithms": algorithms_table,
-        "learning": learning_table,
+    },
+    "docs/results.md": {"learning": learning_table},
+    "docs/speed.md": {
         "speed": speed_table,
         "offline speed": partial(speed_beside, "d3rlpy"),
         "loop speed": partial(speed_beside, "loop"),
@@ -145,7 +189,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
 
 
 def with_tables(text: str, tables: dict[str, Callable[[], Table]]) -> str:
-    """Return a page with the tables between its markers made again."""
+    """Return the page with new tables between its markers."""
     for name, table in tables.items():
         before, rest = text.split(f"<!-- {name}, by make report -->\n", 1)
         after = rest.split("<!-- end -->", 1)[1]
@@ -153,20 +197,37 @@ def with_tables(text: str, tables: dict[str, Callable[[], Table]]) -> str:
     return text
 
 
+def pages() -> list[Path]:
+    """Return README and every page of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def remade(page: Path) -> str:
+    """Return the text of a page with new tables and new line numbers in its links to code."""
+    name = page.relative_to(ROOT).as_posix()
+    return with_links(with_tables(page.read_text(), TABLES.get(name, {})), page.parent)
+
+
 def main(args: Args) -> None:
-    for name, tables in TABLES.items():
-        page = ROOT / name
-        text = page.read_text()
-        made = with_tables(text, tables)
-        if args.check and made != text:
-            sys.exit(f"report: the tables of {name} are not what results/ says: run make report")
+    if args.runs is not None:
+        (args.runs / "report.html").write_text(runs_page(args.runs))
+        print(f"report: open {args.runs / 'report.html'} in a browser")
+        return
+    for page in pages():
+        text = remade(page)
+        if args.check and text != page.read_text():
+            sys.exit(f"report: {page.relative_to(ROOT)} differs from what results/ and the code give: run make report")
         if not args.check:
-            page.write_text(made)
+            page.write_text(text)
     if args.check:
         return
+    print("report: wrote tables and links, drawing the figures", flush=True)
     for (algo, env), seeds in online().items():
         png(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), RESULTS / algo / f"{env}.png")
+    png(overview_figure(online(), published()), RESULTS / "overview.png")
+    print("report: writing the page, which takes a minute", flush=True)
     (RESULTS / "report.html").write_text(whole_page())
+    print(f"report: open {RESULTS / 'report.html'} in a browser")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python bench/speed/count_updates.py algos/iql.py --dataset ...
 
-The file's loop reports every such step to the logger. This program also counts it for another process
+The file's loop reports every such step to the logger. This program also counts the step for another process
 (`bench/speed/step_counter.py`). A step is only sent to a GPU. There it is counted when at most AHEAD steps are
 unfinished, so that little work is left for the time of other programs.
 """

@@ -1,7 +1,8 @@
 """Draw the base samples of one environment step of EXPO again and again, in one batch or in a plain loop.
 
-`python bench/speed/expo_sampling.py batch|loop <environment id>` runs until killed and counts those steps as a counted
-environment does, at `--size small`. `batch` draws all samples of all updates in one batch, as `algos/expo.py` does.
+`python bench/speed/expo_sampling.py recorded|batch|loop <environment id>` runs until killed and counts those steps as a
+counted environment does, at `--size small`. `batch` draws all samples of all updates in one batch, as `algos/expo.py`
+does. `recorded` does the same as compiled code, as a long run does.
 `loop` draws them update by update and sample by sample. It uses plain layers on rows that concatenate noisy action,
 state and embedded time. Weights and distribution are the same.
 """
@@ -9,6 +10,8 @@ state and embedded time. Weights and distribution are the same.
 import math
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from bench.speed.step_counter import claim_slot
 from common.onednn import keep_freed_memory
+from common.recorded import Recording
 
 EXPO_FILE = Path(__file__).resolve().parents[2] / "algos" / "expo.py"
 
@@ -83,12 +87,15 @@ def main() -> None:
     torch.set_flush_denormal(True)  # as in our runs
     keep_freed_memory()
     env = gymnasium.make(sys.argv[2])
-    obs_dim, draw = flatdim(env.observation_space), {"batch": batch, "loop": loop}[sys.argv[1]]
+    obs_dim = flatdim(env.observation_space)
     agent = make_agent(obs_dim, flatdim(env.action_space))
     obs = torch.randn(agent.args.utd * agent.args.batch_size, obs_dim)
+    draw: Callable[[Tensor], Tensor] = partial(loop if sys.argv[1] == "loop" else batch, agent)
+    if sys.argv[1] == "recorded":
+        draw = Recording(torch.no_grad()(draw), [obs], agent)
     count = claim_slot()
     while True:
-        draw(agent, obs)
+        draw(obs)
         count()
 
 

@@ -251,7 +251,7 @@ def spread(values: pd.Series, digits: int) -> str:
 
 
 def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
-    """Return the report: each contender's speed, then the ratios of ours to each within the rounds.
+    """Return the report: each contender's speed, then the ratios of our speed to each within the rounds.
 
     `updates` are the milliseconds of our update alone.
     """
@@ -282,7 +282,7 @@ def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
             lines.append("our update alone: n/a (no time/update_ms in our metrics during the rounds)")
     disturbed = statistics.median(s.cores_of_others for s in slices)
     if disturbed > QUIET:
-        lines.append(f"NOT TO BE CITED: other work took {disturbed:.2f} cores meanwhile; repeat on a quiet machine")
+        lines.append(f"DO NOT CITE: other work used {disturbed:.2f} cores, so repeat on an idle machine")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Compute only the matrix products of one update, again and again: a lower bound for an update that makes them all.
+"""Compute only the matrix products of one update, repeatedly: a lower bound for an update that computes them all.
 
 `python bench/speed/matmul_floor.py sac|cql|wsrl <environment id>` runs until killed. It counts updates as a counted
 environment counts steps. Activations, losses, biases, sampling, optimiser and target update are left out. The remaining

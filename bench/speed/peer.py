@@ -22,7 +22,7 @@ def train_online(module: str, name: str, env_id: str, num_envs: int, kwargs: dic
 def train_offline(name: str, path: str, folder: str, kwargs: dict[str, Any]) -> None:
     """Train on a D4RL file with the given arguments; all others are d3rlpy's defaults.
 
-    Its progress bar is off, as ours is if the output is not a terminal.
+    Its progress bar is off, as our progress bar is if the output is not a terminal.
     """
     import d3rlpy
     import h5py

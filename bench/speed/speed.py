@@ -4,8 +4,8 @@
     python bench/speed/speed.py                    # SAC on HalfCheetah-v4, as `make speed` runs it
     python bench/speed/speed.py --num-envs 4 --peers sb3
     python bench/speed/speed.py --algo cql         # on a dataset, against d3rlpy
-    python bench/speed/speed.py --variants eager bfloat16   # ours in three forms
-    python bench/speed/speed.py --device cuda      # ours with and without CUDA graphs, against the peers on the GPU
+    python bench/speed/speed.py --variants eager bfloat16   # three forms of our program
+    python bench/speed/speed.py --device cuda      # our program with and without CUDA graphs, and the peers on the GPU
 
 Online programs share environment, networks, batch, number of critics, updates per step and random first steps. Steps
 are counted inside the environment (`bench/speed/step_counter.py`). Offline programs share dataset, networks, batch,
@@ -59,14 +59,14 @@ WARM_UP_TIMEOUT = 900.0
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How to start one algorithm: ours as a command, each library's as a class with keyword arguments."""
+    """How to start one algorithm: our program as a command, each library's as a class with keyword arguments."""
 
     ours: str
     warm_steps: int  # compilation is over by then
     peers: tuple[str, ...] = ("sb3", "sbx")
     arguments: dict[str, Any] = field(default_factory=dict)  # of the libraries' class
     dataset: bool = False  # whether it needs one
-    flags: bool = True  # whether ours takes the flags of a run; otherwise the environment alone
+    flags: bool = True  # whether our program takes the flags of a run; otherwise the environment alone
     loop: str = ""  # our own plain loop, for the peer "loop"
 
     @property
@@ -77,7 +77,7 @@ class Algorithm:
 
 MODULES = {"sb3": "stable_baselines3", "sbx": "sbx", "d3rlpy": "d3rlpy"}
 VENVS = {"sb3": ".venv-peers", "sbx": ".venv-peers", "d3rlpy": ".venv-d3rlpy", "loop": ".venv"}
-VARIANTS = {  # of ours, with the flags that make them
+VARIANTS = {  # of our program, with the flags that make them
     "cpu": {"eager": ["--no-compile"], "bfloat16": ["--products", "bfloat16"]},
     "cuda": {"eager": ["--no-cuda-graph"], "compiled": ["--compile"]},
 }
@@ -117,7 +117,7 @@ ALGORITHMS = {
         "--cql-weight 5 --lagrange-gap 0",
         warm_steps=WARM_UPDATES,
         peers=("d3rlpy",),
-        arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier, as in ours
+        arguments={"alpha_learning_rate": 0.0},  # no Lagrange multiplier, as in our program
         dataset=True,
     ),
     "wsrl": Algorithm(  # its online phase, against a loop over separate critics
@@ -128,7 +128,7 @@ ALGORITHMS = {
         loop="bench/speed/wsrl_loop.py",
     ),
     "expo": Algorithm(  # its base samples alone, against drawing them one by one
-        ours="bench/speed/expo_sampling.py batch",
+        ours="bench/speed/expo_sampling.py recorded",
         warm_steps=WARM_UPDATES,
         peers=("loop",),
         flags=False,
@@ -139,33 +139,33 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Args:
-    """Programs, and duration of the measurement."""
+    """Programs and duration of the measurement."""
 
     algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "expo"] = "sac"
-    """Algorithm to measure. iql and cql run on a dataset against d3rlpy; wsrl online, and expo's base samples, against
-    a plain loop."""
+    """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy.
+    wsrl (online) and expo (base samples) are compared with a plain loop."""
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers, or the dataset's."""
     num_envs: int = 1
-    """Environments of each program, in online learning."""
+    """Number of environments of each program, in online learning."""
     dataset: Path | None = None
-    """A file in D4RL's layout; by default random numbers in HalfCheetah's shapes."""
+    """File in D4RL's layout. By default, random numbers in HalfCheetah's shapes."""
     rounds: int = 20
-    """Rounds, in each of which every program runs once, in a new order."""
+    """Number of rounds. In each, every program runs once, in a new order."""
     slice_seconds: float = 4.0
     """Seconds that each program runs in a round."""
     peers: tuple[Literal["sb3", "sbx", "d3rlpy", "loop"], ...] = ("sb3", "sbx", "d3rlpy", "loop")
-    """Libraries to compare with; those without the algorithm are left out."""
+    """Libraries to compare with. Those without the algorithm are left out."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device on which all programs compute."""
     variants: tuple[Literal["eager", "bfloat16"], ...] = ()
-    """On the CPU, other forms of ours that run as well. On a GPU, eager and compiled always do."""
+    """On the CPU, other forms of our program to measure too. On a GPU, eager and compiled are always measured."""
     peers_python: Path | None = None
-    """The Python that has the peers installed; by default that of .venv-peers or .venv-d3rlpy."""
+    """Python that has the peers installed. By default, that of .venv-peers or .venv-d3rlpy."""
     ours: str = ""
-    """Our program with its own flags, instead of the algorithm's file; the common flags are appended."""
+    """Our program with its own flags, instead of the algorithm's file. The common flags are appended."""
     out: Path | None = None
-    """File for the raw rounds; by default results/speed/<algorithm>-<environment>-<time>.csv."""
+    """File for the raw rounds. By default, results/speed/<algorithm>-<environment>-<time>.csv."""
 
 
 def make_file(path: Path, rows: int) -> None:
@@ -199,7 +199,7 @@ def python_of_peers(args: Args) -> Path:
 
 
 def commands(args: Args, folder: Path) -> dict[str, list[str]]:
-    """Return the command of every contender by name, ours first and the floor last."""
+    """Return the command of every contender by name, our program first and the floor last."""
     algorithm = ALGORITHMS[args.algo]
     data = str((args.dataset or folder / "data.hdf5").resolve())
     env_id = args.env if algorithm.offline else counted(args.env)
@@ -271,9 +271,9 @@ def main(args: Args) -> None:
     """
     algorithm = ALGORITHMS[args.algo]
     if args.device == "cuda" and not algorithm.flags:
-        raise ContenderError(f"{args.algo}'s part that is measured runs on the CPU: leave --device cuda away")
+        raise ContenderError(f"the measured part of {args.algo} runs on the CPU: leave out --device cuda")
     if peers(args) and not python_of_peers(args).exists():
-        cure = f"make {VENVS[algorithm.peers[0]]}/installed, or leave --peers empty"
+        cure = f"make {VENVS[algorithm.peers[0]]}/installed, or give --peers without a value"
         raise ContenderError(f"{python_of_peers(args)} is missing: {cure}")
     facts = describe(args)
     for key, value in facts.items():
@@ -287,7 +287,7 @@ def main(args: Args) -> None:
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             contender = Contender(name, command, environment(args.device), folder, warm)
             if name in RUNS and algorithm.flags and not algorithm.offline:
-                # Ours evaluates in counted environments before it learns, so its steps do not show that it is warm.
+                # A run evaluates in counted environments before it learns, so its steps do not show that it is warm.
                 contender.learns = partial(has_losses, folder / RUNS[name] / "metrics.csv")
             contenders.append(contender)
             contender.warm_up(WARM_UP_TIMEOUT)
@@ -295,6 +295,8 @@ def main(args: Args) -> None:
             print(f"threads of {name}: {contender.threads()}", flush=True)
         if (config := folder / RUNS["ours"] / "config.json").exists():
             facts["form"] = json.loads(config.read_text())["form"]
+        elif "recorded" in algorithm.ours:  # a part of an update, without a run
+            facts["form"] = "recorded"
         metrics = folder / RUNS["ours"] / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
         slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)

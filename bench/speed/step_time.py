@@ -67,9 +67,9 @@ class Watch:
     def report(self) -> str:
         """Return a line for each part, and one for each of the ten kernels that took most time."""
         if self.profiler is None or self.seconds < 0:
-            return "the run ended before it could be looked at: give it more steps"
+            return "the run ended before the profile: give it more steps"
         steps = self.last - self.first
-        lines = [f"{1e6 * self.seconds / steps:10.1f} µs a step, {steps / self.seconds:,.0f} steps/s while looked at"]
+        lines = [f"{1e6 * self.seconds / steps:10.1f} µs a step, {steps / self.seconds:,.0f} steps/s while profiled"]
         lines += [f"{1e3 * median(t):10.1f} µs {name} (median)" for name, t in self.parts.items() if t]
         kernels: dict[str, list[float]] = defaultdict(list)
         for event in self.profiler.events():

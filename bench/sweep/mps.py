@@ -20,7 +20,7 @@ def shared_card() -> Iterator[str]:
     A service that runs already is used and not stopped. No setting of the card is changed.
     """
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield "the runs on one card use the MPS that runs already"
+        yield "the runs on one card use the MPS that is already running"
         return
     if shutil.which(CONTROL) is None:
         yield f"{CONTROL} is not installed: the runs on one card take turns"
@@ -46,7 +46,7 @@ def shared_card() -> Iterator[str]:
             return
         try:
             if run(*CLIENT) is not None:  # a service may start and yet serve no client, which then sees no card
-                yield "MPS starts but serves nobody: the runs on one card take turns"
+                yield "MPS starts but serves no process: the runs on one card take turns"
                 return
             os.environ.update(own)
             yield "the runs on one card share it by MPS"

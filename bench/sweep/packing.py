@@ -1,7 +1,7 @@
-"""Compare the total steps per second of one-thread SAC runs, one for each core, with one run of as many threads.
+"""Compare total steps per second: one-thread SAC runs, one for each core, with one run of as many threads.
 
 python bench/sweep/packing.py
-python bench/sweep/packing.py --device cuda --runs 12      # 12 runs that share a card, against one run
+python bench/sweep/packing.py --device cuda --runs 12      # 12 runs that share a card, compared with one
 """
 
 import contextlib
@@ -27,20 +27,20 @@ ALONE = {"cpu": "one run of all threads", "cuda": "one run"}
 
 @dataclass(frozen=True)
 class Args:
-    """Runs, and duration of the measurement."""
+    """Runs and duration of the measurement."""
 
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers."""
     runs: int = os.cpu_count() or 1
-    """Runs of one thread each; on the CPU the single run has as many threads."""
+    """Number of one-thread runs. On the CPU, the single run has as many threads."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of all runs; on a card each has its share of the memory."""
+    """Device of all runs. On a GPU, each run has its share of the memory."""
     rounds: int = 10
-    """Rounds, in each of which both sides run once, in a random order."""
+    """Number of rounds. In each, both sides run once, in a random order."""
     slice_seconds: float = 6.0
     """Seconds that each side runs in a round."""
     out: Path | None = None
-    """File for the raw rounds; by default results/speed/packing.csv or packing-cuda.csv."""
+    """File for the raw rounds. By default, results/speed/packing.csv or packing-cuda.csv."""
 
 
 def main(args: Args) -> None:

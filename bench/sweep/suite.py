@@ -24,7 +24,7 @@ PEERS = ("iql", "cql")
 
 @dataclass
 class Entry:
-    """A [[runs]] of a suite: every algorithm on every environment and dataset, with every seed."""
+    """One [[runs]] entry of a suite: every algorithm on every environment and dataset, with every seed."""
 
     algo: tuple[str, ...]
     envs: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Entry:
         if not (self.algo and tasks and self.seeds and self.cpus > 0 and all(self.algo + tasks)):
             raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
         if not all(0 <= value < math.inf for value in (self.gpus, self.memory, *self.seeds)):
-            raise InputError("nothing in a run is below 0, or not finite")
+            raise InputError("gpus, memory and seeds of a run must be 0 or more, and finite")
         try:
             self.words = shlex.split(self.flags)  # split before folders are inserted, which may hold spaces
         except ValueError as error:
@@ -66,7 +66,7 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
         raise InputError(f"{path}: {error}") from None
     runs = found.pop("runs", None)
     if found or not isinstance(runs, list) or not runs or not all(isinstance(each, dict) for each in runs):
-        raise InputError(f"{path}: a suite is [[runs]], one or more, and nothing else")
+        raise InputError(f"{path}: a suite must hold one or more [[runs]] and nothing else")
     try:
         return path.stem, [Entry(**_as_lists(each)) for each in runs]
     except InputError as error:
@@ -95,7 +95,7 @@ class Planned(NamedTuple):
 
 
 def labels(suite: str) -> dict[str, str]:
-    """Return the label of each name in a suite, in its order. In offline-own, d3rlpy's follow ours."""
+    """Return the label of each name in a suite, in its order. In offline-own, d3rlpy's labels follow onramp's."""
     own = {entry.name or algo: entry.label for entry in read_suite(suite)[1] for algo in entry.algo}
     found: dict[str, str] = {}
     for name, label in own.items():
@@ -151,7 +151,7 @@ def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
         known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
         raise InputError(f"there is no {command[0]}: give one of {known}")
     if owned := {"--seed", "--run-dir", "--help", "-h"} & {word.split("=")[0] for word in command}:
-        raise InputError(f"{' and '.join(sorted(owned))} in flags: the sweep itself says which")
+        raise InputError(f"{' and '.join(sorted(owned))} in flags: remove them, because the sweep sets them")
     try:
         parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
     except InputError as error:

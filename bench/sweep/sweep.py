@@ -36,18 +36,18 @@ KILLS = 3  # times that a killed run is resumed; after the loss of a node or wor
 
 @dataclass
 class Args:
-    """Suite, and resources."""
+    """Suite and resources."""
 
     suite: Annotated[str, tyro.conf.Positional]
-    """One of bench/sweep/suites, or the path of such a file."""
+    """Name of a suite in bench/sweep/suites, or path of a suite's file."""
     folder: Path = Path("runs")
-    """Folder of the runs: each goes into <folder>/<suite>/<name>/<environment or dataset>/<seed>."""
+    """Folder of the runs. Each run is in <folder>/<suite>/<name>/<environment or dataset>/<seed>."""
     cpus: int | None = None
-    """CPUs of this machine to use, without a cluster; by default all."""
+    """Number of this machine's CPUs to use, without a cluster. By default, all."""
     gpus: int | None = None
-    """GPUs of this machine to use, without a cluster; by default all."""
+    """Number of this machine's GPUs to use, without a cluster. By default, all."""
     dry_run: bool = False
-    """Print the commands, one on each line, and start nothing."""
+    """Print the commands, one per line, and start nothing."""
 
 
 def is_done(job: Job) -> bool:
@@ -109,7 +109,7 @@ def train(args: Args) -> None:
     execute(sweep, args)
     print(sweep.table())  # noqa: T201
     if sweep.failed:
-        raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed; the same command starts them again")
+        raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed: run the same command to start them again")
 
 
 def execute(sweep: Sweep, args: Args) -> None:
@@ -143,7 +143,10 @@ def execute(sweep: Sweep, args: Args) -> None:
         try:
             drive(sweep, ray)
         except KeyboardInterrupt:
-            sys.stderr.write("stopping the runs, each with a checkpoint (again: at once); the same command goes on\n")
+            sys.stderr.write(
+                "stopping the runs, each with a checkpoint\n"
+                "a second signal stops them at once; run the same command to resume\n"
+            )
             for reference in sweep.running:
                 ray.cancel(reference)
             ray.wait(list(sweep.running), num_returns=max(1, len(sweep.running)), timeout=120.0)
@@ -178,7 +181,7 @@ def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
     for node, reference in told.items():
         there, here = ray.get(reference), facts()
         if other := [f"{key} {there[key]}, here {here[key]}" for key in here if there[key] != here[key]]:
-            raise InputError(f"node {joined[node]} has {'; '.join(other)}: bring it to the same, or stop Ray there")
+            raise InputError(f"node {joined[node]} has {'; '.join(other)}: install the same there, or stop Ray there")
     return set(joined)
 
 
@@ -189,7 +192,7 @@ def fill(sweep: Sweep, ray: Any) -> None:
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not alive:
-        raise RunError("Ray has no node left: the same command goes on")
+        raise RunError("Ray has no node left: start one, then run the same command to resume")
     for job in list(sweep.waiting):
         needs = {"CPU": job.cpus, "GPU": job.gpus, "memory": job.memory * 2**30}
         if not any(all(node.get(key, 0) >= need for key, need in needs.items()) for node in alive):

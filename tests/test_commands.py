@@ -1,0 +1,110 @@
+"""Every command of README and docs: its program exists and accepts its flags, and the online trainings run."""
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from common.arguments import OnlineArgs
+from common.command_line import parse
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHORT = {"total_steps": 64, "eval_every": 64, "eval_episodes": 1}  # the short form of a long training
+EXAMPLES = re.compile(r"\b(mine|my_\w+)\b|--env [a-z_]+:|…|\.\.\.")  # what stands for a reader's own files
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return (page, command) for each command in a block of code, without its comment."""
+    found = []
+    for page in PAGES:
+        inside = False
+        for line in page.read_text().replace("\\\n", " ").splitlines():
+            inside ^= line.startswith("```")
+            if inside or line.startswith("    "):
+                command = re.sub(r"\s#.*", "", line).strip().removeprefix("$ ")
+                if re.match(r"(\w+=\S+ )*(python|make)\s", command):
+                    found.append((page.name, " ".join(command.split())))
+    return list(dict.fromkeys(found))
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of a command, without variables of the environment in front."""
+    words = shlex.split(command)
+    return words[next(i for i, word in enumerate(words) if "=" not in word) :]
+
+
+def program_and_flags(command: str) -> tuple[Path, list[str]] | None:
+    """Return the Python file that a command runs and its arguments, or None if it is another program."""
+    words = words_of(command)
+    if words[0] == "make":
+        shown = subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], capture_output=True, text=True, check=False)
+        assert shown.returncode == 0, shown.stderr
+        lines = re.findall(r"^\S*/python (.*\.py.*)$", shown.stdout, re.MULTILINE)
+        words = ["python", *shlex.split(lines[-1])] if lines else []
+    if words[1:2] == ["-m"]:
+        words[1:3] = [words[2].replace(".", "/") + ".py"]
+    if len(words) < 2 or not words[1].endswith(".py") or not (ROOT / words[1]).exists():
+        return None
+    return ROOT / words[1], words[2:]
+
+
+def imported(path: Path) -> ModuleType:
+    name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    return importlib.import_module(name)
+
+
+def test_there_are_commands_on_the_pages():
+    found = commands()
+    assert len(found) > 50
+    assert len({page for page, _ in found}) > 10
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_of_the_docs_is_accepted(page: str, command: str):
+    """Its file exists, and it takes the flags. What stands for a reader's own file is left out."""
+    if EXAMPLES.search(command):
+        pytest.skip("an example with a name of the reader's own")
+    found = program_and_flags(command)
+    if found is None:
+        assert words_of(command)[0] == "make" or words_of(command)[1] in ("-m", "-c", "-"), command
+        return
+    path, flags = found
+    module = imported(path)
+    if "--help" not in flags and hasattr(module, "Args") and "Args)" in path.read_text():
+        parse(module.Args, flags)
+
+
+def online_trainings() -> list[str]:
+    found = []
+    for _, command in commands():
+        words = words_of(command)
+        if re.fullmatch(r"algos/(sac|td3|ppo)\.py", words[1]) and "--help" not in words and "cuda" not in command:
+            found.append(" ".join(words[1:]))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", online_trainings())
+def test_an_online_training_of_the_docs_runs(command: str, tmp_path: Path):
+    """In its short form, of 64 steps."""
+    if EXAMPLES.search(command):
+        pytest.skip("an example with a name of the reader's own")
+    program, *flags = shlex.split(command)
+    module: Any = imported(ROOT / program)
+    args = parse(module.Args, flags)
+    assert isinstance(args, OnlineArgs)
+    if getattr(args, "vectorizer", None) == "envpool":
+        pytest.importorskip("envpool")
+    result = module.train(dataclasses.replace(args, **SHORT, run_dir=tmp_path / "run"))
+    assert len(result.episodes) == 1
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(f"{page}: {command}" for page, command in commands()))

@@ -1,0 +1,54 @@
+"""`make report RUNS=...`: a page of a user's own runs says what is in their folders."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.pages.runs_page import own_runs, own_table, runs_page
+from bench.report import report
+from common.errors import InputError
+
+COLUMNS = "step,episode,return,length,success,normalized_score"
+
+
+def add(folder: Path, algo: str, env: str, seed: int, returns: dict[int, tuple[float, ...]], done: bool = True) -> None:
+    folder.mkdir(parents=True)
+    rows = [f"{step},{i},{value},10,," for step, values in returns.items() for i, value in enumerate(values)]
+    (folder / "evaluations.csv").write_text("\n".join([COLUMNS, *rows]) + "\n")
+    (folder / "config.json").write_text(json.dumps({"algo": algo, "arguments": {"env": env, "seed": seed}}))
+    if done:
+        (folder / "DONE").touch()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    add(tmp_path / "sac__Hopper-v4__1", "sac", "Hopper-v4", 1, {0: (1.0, 3.0), 1000: (50.0, 70.0), 2000: (10.0, 30.0)})
+    add(tmp_path / "td3__Hopper-v4__2", "td3", "Hopper-v4", 2, {0: (1.0, 3.0), 1000: (7.0, 7.0)}, done=False)
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def test_each_run_has_a_row(runs: Path):
+    """Its last evaluation with the spread over its episodes, its best one, and whether it is finished."""
+    rows = [list(row) for row in own_table(own_runs(runs)).rows]
+    assert rows == [
+        ["sac__Hopper-v4__1", "SAC", "Hopper-v4", "1", "2,000", "20.0 ± 14.1 (2)", "60.0", "finished"],
+        ["td3__Hopper-v4__2", "TD3", "Hopper-v4", "2", "1,000", "7.0 ± 0.0 (2)", "7.0", "unfinished"],
+    ]
+
+
+def test_the_page_contains_figures_and_needs_nothing_else(runs: Path, capsys: pytest.CaptureFixture[str]):
+    report.main(report.Args(runs=runs))
+    made = (runs / "report.html").read_text()
+    assert made == runs_page(runs)
+    assert made.count("<img") == 1
+    assert "SAC ends at 20 after 2,000; TD3 ends at 7 after 1,000" in made
+    assert not re.search(r"""(src|href)=["'](?!data:)""", made)
+    assert str(runs / "report.html") in capsys.readouterr().out
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="has no run with evaluations"):
+        runs_page(tmp_path)
