@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import OFFLINE, ROOT, arguments_of
 
-from common.arguments import OnlineArgs
 from common.command_line import parse
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -82,28 +81,29 @@ def test_a_command_of_the_docs_is_accepted(page: str, command: str):
         parse(module.Args, flags)
 
 
-def online_trainings() -> list[str]:
+def trainings() -> list[str]:
+    """Return each distinct training, without those on a GPU and those that start from another run."""
     found = []
     for _, command in commands():
         words = words_of(command)
-        if re.fullmatch(r"algos/(sac|td3|ppo)\.py", words[1]) and "--help" not in words and "cuda" not in command:
+        elsewhere = "--help" in words or "cuda" in command or "--init-from" in words or EXAMPLES.search(command)
+        if re.fullmatch(r"algos/\w+\.py", words[1]) and not elsewhere:
             found.append(" ".join(words[1:]))
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("command", online_trainings())
-def test_an_online_training_of_the_docs_runs(command: str, tmp_path: Path):
-    """In its short form, of 64 steps."""
-    if EXAMPLES.search(command):
-        pytest.skip("an example with a name of the reader's own")
+@pytest.mark.parametrize("command", trainings())
+def test_a_training_of_the_docs_runs(command: str, tmp_path: Path):
+    """In a short form: 64 steps online, or the size of SMALL on Pendulum's dataset, with the command's other flags."""
     program, *flags = shlex.split(command)
     module: Any = imported(ROOT / program)
     args = parse(module.Args, flags)
-    assert isinstance(args, OnlineArgs)
     if getattr(args, "vectorizer", None) == "envpool":
         pytest.importorskip("envpool")
-    result = module.train(dataclasses.replace(args, **SHORT, run_dir=tmp_path / "run"))
-    assert len(result.episodes) == 1
+    offline = (ROOT / program).stem in OFFLINE
+    short = arguments_of((ROOT / program).stem, {"total_steps": 40}) | {"env": module.Args.env} if offline else SHORT
+    result = module.train(dataclasses.replace(args, **short, run_dir=tmp_path / "run"))
+    assert len(result.episodes) == short["eval_episodes"]
 
 
 if __name__ == "__main__":
