@@ -178,10 +178,13 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "docs/td3.md": {"td3 settings": partial(settings_table, "td3", "td3-authors", "the authors' setting", (100_000,))},
     "docs/rlpd.md": {"rlpd": rlpd_table, "rlpd successes": partial(rlpd_table, successes)},
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
-    "docs/wsrl.md": {"wsrl": wsrl_table, "wsrl longer": partial(wsrl_table, "wsrl-longer")},
+    "docs/wsrl.md": {"wsrl": wsrl_table},
+    "docs/notes/wsrl.md": {"wsrl longer": partial(wsrl_table, "wsrl-longer")},
     "docs/expo.md": {
         "expo": expo_table,
         "expo differences": expo_differences,
+    },
+    "docs/notes/expo.md": {
         "expo successes": partial(expo_table, successes),
         "expo differences of successes": partial(expo_differences, successes),
     },
