@@ -1,4 +1,7 @@
-"""Every command of README and docs: its program exists and accepts its flags, and the online trainings run."""
+"""Every command of README and docs: its program exists and accepts its flags, and most run in a short form.
+
+Not run: what needs a trained policy, another library or a GPU, and what takes minutes in any form (`make speed`).
+"""
 
 import dataclasses
 import importlib.util
@@ -11,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import OFFLINE, ROOT, arguments_of
+from conftest import OFFLINE, PENDULUM, ROOT, arguments_of
 
 from common.command_line import parse
 
@@ -104,6 +107,38 @@ def test_a_training_of_the_docs_runs(command: str, tmp_path: Path):
     short = arguments_of((ROOT / program).stem, {"total_steps": 40}) | {"env": module.Args.env} if offline else SHORT
     result = module.train(dataclasses.replace(args, **short, run_dir=tmp_path / "run"))
     assert len(result.episodes) == short["eval_episodes"]
+
+
+def others() -> list[str]:
+    """Return the commands that inspect a dataset, collect one without a trained policy, or run a suite."""
+    found = []
+    for _, command in commands():
+        parts = program_and_flags(command) if not EXAMPLES.search(command) else None
+        if parts is None:
+            continue
+        trained = any(word.startswith(("runs/", "data/runs/")) for word in parts[1])
+        if parts[0].name in ("inspect_dataset.py", "collect.py", "sweep.py") and not trained:
+            found.append(shlex.join([str(parts[0].relative_to(ROOT)), *parts[1]]))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", others())
+def test_another_command_of_the_docs_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In a short form: on Pendulum's dataset, 50 transitions, or the list of a suite's commands."""
+    program, *flags = shlex.split(command)
+    module: Any = imported(ROOT / program)
+    args = parse(module.Args, flags)
+    if program.endswith("inspect_dataset.py"):
+        module.main(dataclasses.replace(args, dataset=str(PENDULUM), picture=None, json=None))
+        assert "transitions" in capsys.readouterr().out
+    elif program.endswith("collect.py"):
+        output = tmp_path / "collected.hdf5"
+        module.collect(dataclasses.replace(args, transitions=50, output=str(output)))
+        assert output.exists()
+    else:
+        suite = "smoke" if args.suite.endswith(".toml") else args.suite  # a reader's own file
+        module.train(dataclasses.replace(args, suite=suite, dry_run=True, folder=tmp_path))
+        assert "algos/" in capsys.readouterr().out
 
 
 if __name__ == "__main__":
