@@ -185,11 +185,12 @@ def _numbers_of(part: object) -> dict[str, float]:
 def compiler_version() -> str:
     """Return the name and version of the C++ compiler. Raises CannotCompile if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         compiler = get_cpp_compiler()
         output = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except Exception as error:
+    except (InvalidCxxCompiler, OSError, subprocess.CalledProcessError) as error:
         raise CannotCompile(f"no C++ compiler was found ({type(error).__name__})") from error
     return output.partition("\n")[0]
 
@@ -228,6 +229,6 @@ def _compiled(graph: "GraphModule", inputs: list[Any]) -> Callable[..., list[Ten
             artifact = standalone_compile(
                 graph, inputs, dynamic_shapes="from_example_inputs", options={"config_patches": patches}
             )
-    except Exception as error:
+    except Exception as error:  # a compiler fails in many ways, and the run prints which
         raise CannotCompile(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return artifact

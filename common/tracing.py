@@ -94,7 +94,7 @@ class Trace(TorchDispatchMode):
             self.graph = self._with_inputs(traced)
         except CannotRecord:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever the function cannot do without data; eager code raises its own faults
             raise CannotRecord(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
     @property

@@ -242,7 +242,7 @@ def _find(env_id: str) -> gym.envs.registration.EnvSpec:
                 "Install it, run the command in its folder, or add its folder to PYTHONPATH."
             ) from error
     if name not in gym.registry:
-        _register_robotics(name)
+        register_robotics(name)
     if name in gym.registry:
         _print_notice(name)
         return gym.registry[name]
@@ -278,8 +278,11 @@ def _print_notice(name: str) -> None:
             sys.stderr.write(f"warning: {text}\n")
 
 
-def _register_robotics(name: str) -> None:
-    """Import Gymnasium-Robotics, which registers its ids. Call it only when needed, as the import takes a second."""
+def register_robotics(name: str) -> None:
+    """Import Gymnasium-Robotics, which registers its ids. Call it only when needed, as the import takes a second.
+
+    Raises InputError if the import fails and `name` is one of its ids.
+    """
     try:
         importlib.import_module("gymnasium_robotics")
     except Exception as error:

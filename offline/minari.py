@@ -7,7 +7,6 @@ MuJoCo on Minari's server.
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from minari.storage import get_dataset_path
 from minari.storage.remotes import DEFAULT_REMOTE
 
 from common.errors import InputError
+from envs.make import register_robotics
 from offline.download import require_connection
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
@@ -187,8 +187,8 @@ def _maze(spec: dict[str, Any]) -> Any:
     """Return the map of a spec's maze, the registered one if the spec has none of its own; None if it is unknown."""
     name, kwargs = str(spec.get("id")), spec.get("kwargs") or {}
     if "maze_map" not in kwargs and name not in gym.registry:
-        with contextlib.suppress(Exception):
-            importlib.import_module("gymnasium_robotics")  # it registers its ids
+        with contextlib.suppress(InputError):  # without the package, the map is unknown
+            register_robotics(name)
     registered = gym.registry[name].kwargs if name in gym.registry else {}
     return (registered | kwargs).get("maze_map")
 

@@ -28,7 +28,7 @@ from offline.offline_to_online import OfflineArgs, with_presets
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
-# Data that is not part of the project: beside the repository, or where ONRAMP_SHARED says. May be absent.
+# Data that is not part of the project: next to the repository, or where ONRAMP_SHARED points. It may be absent.
 SHARED = Path(os.environ.get("ONRAMP_SHARED", ROOT.parent / "shared"))
 COMMON = {
     "env": "Pendulum-v1",

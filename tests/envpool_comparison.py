@@ -1,7 +1,7 @@
 """How far EnvPool's MuJoCo environments are from Gymnasium's, for `test_envpool.py`.
 
 From equal states (the first observation tells all but where the root stands on the ground) both take the same uniform
-random actions. A simulation amplifies rounding, so the yardstick stands beside it: Gymnasium against itself with one
+random actions. A simulation amplifies rounding, so it is compared with Gymnasium against itself with one
 joint moved by 1e-14. Where EnvPool is as near as that, nothing but rounding differs.
 """
 
@@ -57,8 +57,8 @@ class Singles:
 def compare(env_id: str) -> dict[str, Any]:
     """The measured differences of one environment; each "after" is the largest so far, at STEPS.
 
-    obs, rewards: EnvPool beside Gymnasium, where falling ends no episode, so that 100 steps are reached; an
-    observation's difference d of a value x counts as d / (1 + |x|). nudged: the same of obs, Gymnasium beside itself.
+    obs, rewards: EnvPool against Gymnasium, where falling ends no episode, so that 100 steps are reached; an
+    observation's difference d of a value x counts as d / (1 + |x|). nudged: the same of obs, Gymnasium against itself.
     ends, unequal_ends: of episodes that may fall. starts: the largest Kolmogorov distance of a first observation's
     distribution, over 1 000 episodes each. limits: the time limits of EnvPool and Gymnasium.
     """

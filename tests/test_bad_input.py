@@ -37,7 +37,7 @@ from common.command_line import command_line
 from common.provenance import versions
 from common.replay_buffer import ReplayBuffer
 
-NOBODY = 65534
+OTHER_USER = 65534
 
 
 class Broken(gym.Env[Any, Any]):
@@ -229,8 +229,8 @@ def bound_by_permissions(folder: Path) -> Iterator[None]:
         yield
         return
     for path in (folder, *folder.rglob("*")):
-        os.chown(path, NOBODY, -1)
-    os.seteuid(NOBODY)
+        os.chown(path, OTHER_USER, -1)
+    os.seteuid(OTHER_USER)
     try:
         yield
     finally:
@@ -338,7 +338,7 @@ def test_a_full_card(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @every_algorithm
 def test_a_full_disk(tmp_path: Path, algo: str, small):
-    """Files may not grow beyond a few kB (logs, replay rows, state): exit 1; with room, the same run goes on."""
+    """Files may not grow beyond a few kB (logs, replay rows, state): exit 1. With room, the command resumes."""
     module(algo).train(small(algo, run_dir=tmp_path / "undisturbed", checkpoint_every=50))
     for kilobytes in (2, 10):
         limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024 * kilobytes, 1024 * kilobytes))
@@ -351,7 +351,7 @@ def test_a_full_disk(tmp_path: Path, algo: str, small):
 
 
 def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
-    """It goes on, in a new episode, and says that it is not the same run."""
+    """It resumes in a new episode, and prints that it is not the same run."""
     code = (
         "import itertools, gymnasium as gym, numpy as np\n"
         "class Drifting(gym.Env):\n"

@@ -73,7 +73,7 @@ def test_return_to_go(path: str, gamma: float) -> None:
 
 
 def test_return_to_go_of_an_episode_that_never_succeeds(tmp_path: Path) -> None:
-    """Cal-QL: it goes on failing for ever; one that succeeds at its very last step, which is lost, does not, and one
+    """Cal-QL: it fails forever; one that succeeds at its very last step, which is lost, does not, and one
     that is cut while failing does from there on.
     """
     rewards = np.array([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0], np.float32)
@@ -87,7 +87,7 @@ def test_return_to_go_of_an_episode_that_never_succeeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("end", "expected"), [("o", [-5 + 0.9 * (5 - 0.9 * 50), 5 - 0.9 * 50, -50]),
                                                ("t", [-5 + 0.9 * (5 - 0.9 * 5), 5 - 0.9 * 5, -5])])  # fmt: skip
 def test_return_to_go_behind_a_success(tmp_path: Path, end: str, expected: list[float]) -> None:
-    """An episode that is cut goes on; one that terminates is over."""
+    """A cut episode would continue. One that terminates is over."""
     rewards, next_obs = np.array([0, 1, 0], np.float32), np.zeros((3, 2), np.float32)
     path = str(make(tmp_path / "a.hdf5", ".." + end, rewards=rewards, next_observations=next_obs))
     to_go = load(path, rewards=RewardTransform(10.0, -5.0)).return_to_go(0.9, failure=-5.0)
@@ -272,7 +272,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def memory_taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
     """Of loading and sampling: bytes of the buffer, and by how much a line of /proc/self/status is raised.
 
-    "peak": the most beside what the process had, of a file with the chunks of D4RL's v2. "mapped", "in memory": what
+    "peak": the most memory above the process's own, of a file with the chunks of D4RL's v2. "mapped", "in memory": what
     remains of the process's own, of another file, whose rows are on the disk already.
     """
     folder, random = tmp_path_factory.mktemp("large"), np.random.default_rng(0)
@@ -375,7 +375,7 @@ class TestMapped:
 
 
 def test_loading_takes_little_more_memory_than_the_buffer(memory_taken: dict[str, tuple[int, int]]) -> None:
-    """At the peak, beside what the process had: 1.3 times the buffer's own."""
+    """At its peak, above what the process had: 1.3 times the buffer's own memory."""
     num_bytes, taken = memory_taken["peak"]
     assert num_bytes > 100e6
     assert num_bytes * 0.9 < taken <= 1.3 * num_bytes

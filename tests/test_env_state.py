@@ -1,4 +1,4 @@
-"""An environment brought back from its state goes on bit for bit as one that was never stopped."""
+"""A restored environment continues bit for bit like one that was never stopped."""
 
 import os
 import pickle
@@ -117,7 +117,7 @@ def test_goes_on_in_another_process(tmp_path: Path) -> None:
 
 
 class Toy(gym.Env):
-    """A walk on the line. `inner` draws from a hidden generator, `outside` from one that nobody can find."""
+    """A walk on the line. `inner` draws from a hidden generator, `outside` from one that cannot be found."""
 
     observation_space = Box(-np.inf, np.inf, (1,), np.float32)
     action_space = Box(-1, 1, (1,), np.float32)

@@ -1,4 +1,4 @@
-"""EnvPool beside Gymnasium: the same environments, the same contract. Skipped where EnvPool is not installed."""
+"""EnvPool against Gymnasium: the same environments, the same contract. Skipped if EnvPool is not installed."""
 
 import importlib
 import sys

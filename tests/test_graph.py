@@ -81,7 +81,7 @@ def test_as_many_updates_a_step_as_the_papers_are_one_graph(
 
 
 class TestCaptured:
-    """Against the same function called as ever."""
+    """Against the same function, called eagerly."""
 
     def test_each_set_of_constants_and_shapes_is_a_graph_of_its_own(self) -> None:
         ran: list[tuple[int, float]] = []

@@ -39,7 +39,7 @@ def test_many_small_updates_lose_nothing():
 
 
 def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
-    """Over rollouts: the sum goes on from one to the next, and starts again where an episode ends."""
+    """The sum continues over rollouts, and starts again when an episode ends."""
     scaler, rng, sums, seen = RewardScaler(2, 0.9), np.random.default_rng(2), np.zeros(2), []
     for _ in range(3):
         rewards, dones = rng.normal(3.0, 2.0, (20, 2)).astype(np.float32), rng.random((20, 2)) < 0.1

@@ -232,7 +232,7 @@ def test_reward_flags_reach_the_dataset_and_online_transitions(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     algo: str, changed: dict[str, Any], failure: float, success: float,
 ) -> None:  # fmt: skip
-    """Scaled and shifted; and with returns-to-go an episode that only failed goes on for ever."""
+    """Scaled and shifted; and with returns-to-go an episode that only failed fails forever."""
     solved = np.repeat([0.0, 1.0], 5)  # the second of two episodes, at its end
     path = make(tmp_path / "data.hdf5", "....o....t", observations=np.tile(solved[:, None], 3),
                 actions=np.zeros((10, 1)), rewards=np.eye(10)[9] - 1)  # fmt: skip

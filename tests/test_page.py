@@ -15,7 +15,7 @@ import pytest
 from conftest import ALGORITHMS, ROOT
 
 from bench.report import aggregates, curves, figures, intervals, page
-from bench.report.aggregates import beside, improvements, online_runs, profiles, reached
+from bench.report.aggregates import compared, improvements, online_runs, profiles, reached
 from bench.report.archive_run import keep
 from bench.report.page import missing_runs
 from bench.sweep.suite import Planned
@@ -182,8 +182,8 @@ def test_algorithms_are_compared_by_their_returns(made: str):
 
 def test_only_shared_tasks_are_compared():
     ours, theirs = {"a": [1.0], "b": [2.0, 0.0], "c": [9.0]}, {"b": [1.0], "d": [9.0], "c": [9.0]}
-    assert beside(ours, theirs) == ("2: 2 + 1 and 1 + 1", "0.50")
-    assert beside(ours, {"e": [1.0]}) == ("", "not run")
+    assert compared(ours, theirs) == ("2: 2 + 1 and 1 + 1", "0.50")
+    assert compared(ours, {"e": [1.0]}) == ("", "not run")
 
 
 def test_profiles_go_from_all_runs_to_none():

@@ -154,8 +154,8 @@ def test_what_a_gradient_step_gets_of_a_round(recompute: bool, return_scaling: b
                 3, 2, torch.device("cpu"))  # fmt: skip
     earlier = rng.normal(2.0, 3.0, (500, 3)).astype(np.float32)
     agent.obs_normalizer.update(torch.from_numpy(earlier))
-    nobody = np.zeros((50, 2), bool)
-    agent.reward_scaler(rng.normal(0.0, 20.0, (50, 2)).astype(np.float32), nobody)
+    no_dones = np.zeros((50, 2), bool)
+    agent.reward_scaler(rng.normal(0.0, 20.0, (50, 2)).astype(np.float32), no_dones)
     agent.optimizer.lr = 0.05
     obs, next_obs = rng.normal(2.0, 3.0, (2, 15, 2, 3)).astype(np.float32)
     actions = rng.normal(size=(15, 2, 2)).astype(np.float32)

@@ -54,6 +54,18 @@ def test_no_page_has_a_forbidden_word(page: Path):
     assert [match[0] for match in FORBIDDEN.finditer(CODE.sub("", page.read_text()))] == []
 
 
+def test_no_code_has_a_forbidden_word():
+    """In names, comments, docstrings and messages, of tests too."""
+    folders = ("algos", "common", "envs", "offline", "tools", "bench", "tests")
+    files = [
+        path for folder in folders for kind in ("py", "toml", "html") for path in (ROOT / folder).rglob(f"*.{kind}")
+    ]
+    files = [path for path in [*files, ROOT / "Makefile"] if path != Path(__file__)]
+    found = {path.name: FORBIDDEN.findall(path.read_text()) for path in files}
+    assert len(files) > 150
+    assert {name: words for name, words in found.items() if words} == {}
+
+
 @pytest.mark.parametrize("program", COMMANDS)
 def test_no_help_has_a_forbidden_word(program: str):
     shown = subprocess.run([sys.executable, str(ROOT / program), "--help"], capture_output=True, text=True, check=True)

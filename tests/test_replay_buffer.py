@@ -110,7 +110,7 @@ def test_round_trip_through_appended_files(tmp_path: Path, counts: tuple[int, ..
     copy.segment_rows = segment_rows
     copy.load(tmp_path, states[-1])
     assert torch.equal(copy.rows, buffer.rows)
-    numbered(copy, range(counts[-1], counts[-1] + 6))  # and it goes on from there
+    numbered(copy, range(counts[-1], counts[-1] + 6))  # and it continues from there
     again = ReplayBuffer(10, 2, 1)
     again.load(tmp_path, copy.save(tmp_path))
     assert torch.equal(again.rows, copy.rows)
@@ -135,7 +135,7 @@ def test_what_a_killed_save_left_is_ignored_and_overwritten(tmp_path: Path):
     numbered(buffer, range(10))
     state = buffer.save(tmp_path)
     numbered(buffer, range(1000, 1007))
-    buffer.save(tmp_path)  # killed before its state was safe: the run goes on from `state`
+    buffer.save(tmp_path)  # killed before its state was safe: the run resumes from `state`
     copy = ReplayBuffer(50, 2, 1)
     copy.load(tmp_path, state)
     numbered(copy, range(10, 13))

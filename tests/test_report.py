@@ -232,7 +232,7 @@ class TestFromDatasets:
         ]
 
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):
-        """At the switch, half way and at the end of the shortest run; of a task that goes on the share of its steps
+        """At the switch, half way and at the end of the shortest run; of a task without an end the share of its steps
         that is solved; then by seed how far above the others.
         """
         assert "not run" in offline_report.expo_table().markdown()

@@ -219,7 +219,7 @@ def test_non_finite_transitions_are_refused(rollout: Any, monkeypatch: pytest.Mo
 
 
 def test_an_episode_not_restored_exactly_loses_its_statistics(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first environment drifts, and begins a new episode; the second one's goes on."""
+    """The first environment drifts, and begins a new episode; the second one's continues."""
     monkeypatch.setattr(Drifting, "made", 0)
     made = rollout("RolloutDrifting-v0", eval_episodes=0)
     assert [env.unwrapped.drifts for env in made.envs.envs] == [True, False]

@@ -222,7 +222,7 @@ def test_without_git_a_run_knows_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_where_the_time_goes_is_told_of_the_steps_asked_for(
     first: int, last: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the run itself logs its times, and begins them anew, as they begin."""
+    """Also where the run itself logs its times, and starts them again, when they begin."""
     for owner, name in ((Logger, "advance"), (Timings, "__call__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that they are put back
     words = [str(first), "40", str(ROOT / "algos" / "sac.py"), *flags(total_steps=last, checkpoint_every=10_000)]

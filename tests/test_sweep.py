@@ -511,7 +511,7 @@ class TestSweeps:
         its_folder = its_run.cmdline()[-1]
         worker.kill()
         wait_for(lambda: ended(its_run), 5.0)  # the kernel's doing, at once
-        wait_for(lambda: processes(its_folder))  # it goes on in the same sweep
+        wait_for(lambda: processes(its_folder))  # it resumes in the same sweep
         wait_for(lambda: len(processes(str(folder / "mine" / "sac"))) == 2)
         process.kill()
         assert process.wait() == -signal.SIGKILL

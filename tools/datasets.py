@@ -89,13 +89,13 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     If another dataset of this name is described there already, the description stays next to the dataset.
     """
     path, reference = folder / f"{name}-{kind}.hdf5", folder / f"{name}-medium-replay.hdf5"
-    beside, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
-    inspect_dataset.main(inspect_dataset.Args(str(path), reference=str(reference), json=beside))
-    found = json.loads(beside.read_text())
+    written, out = path.with_suffix(".json"), described / f"{name}-{kind}.json"
+    inspect_dataset.main(inspect_dataset.Args(str(path), reference=str(reference), json=written))
+    found = json.loads(written.read_text())
     del found["columns"]
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
     if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
-        out = beside
+        out = written
         sys.stderr.write(f"{path} differs from the dataset of the published results: its description is in {out}\n")
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:

@@ -53,10 +53,10 @@ class Waypoints:
         found, border = {goal: goal}, deque([goal])
         while border:
             i, j = border.popleft()
-            for beside in ((i + 1, j), (i - 1, j), (i, j + 1), (i, j - 1)):
-                if beside in self.cells and beside not in found:
-                    found[beside] = (i, j)
-                    border.append(beside)
+            for neighbour in ((i + 1, j), (i - 1, j), (i, j + 1), (i, j - 1)):
+                if neighbour in self.cells and neighbour not in found:
+                    found[neighbour] = (i, j)
+                    border.append(neighbour)
         return found
 
 

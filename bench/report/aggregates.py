@@ -54,7 +54,7 @@ def only_means() -> set[str]:
     return {algo for (algo, _), seeds in published().items() if any(seed.startswith("mean") for seed in seeds)}
 
 
-def beside(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tuple[str, str]:
+def compared(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tuple[str, str]:
     """Return the number of common tasks and their seeds, and the probability that a run of `ours` scores higher."""
     both = [task for task in ours if task in theirs]
     if not both:
@@ -76,7 +76,7 @@ def online_aggregates() -> Table:
                 continue
             cells = [estimate(interquartile_mean, list(runs.values())).text(2) for runs in (ours, theirs)]
             seeds = f"{len(ours)}: {' + '.join(str(len(values)) for values in ours.values())}"
-            better = "only means were published" if algo in only_means() else beside(ours, theirs)[1]
+            better = "only means were published" if algo in only_means() else compared(ours, theirs)[1]
             table.rows.append([algo.upper(), f"{step:,}", *cells, better, seeds])
     return table
 
@@ -88,7 +88,7 @@ def improvements(runs: Runs, names: dict[str, str]) -> Table:
     """
     table = Table(("", "probability", "tasks: seeds of each"))
     for a, b in combinations([name for name in names if name in runs], 2):
-        tasks, probability = beside(runs[a], runs[b])
+        tasks, probability = compared(runs[a], runs[b])
         table.rows.append([f"{names[a]} better than {names[b]}", probability, tasks])
     return table
 
