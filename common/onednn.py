@@ -129,12 +129,14 @@ class _Network(torch.autograd.Function):
             delta = upstream.contiguous()
             before = [inputs, *itertools.islice(hidden, sum(4 if layer[2:] else 1 for layer in layers[:-1]))]
             if any(parameters_need_it):
-                delta, mine = _back(ctx.activation, delta, before, layers, inputs_need_it)
+                delta, mine = _gradients(ctx.activation, delta, before, layers, inputs_need_it)
                 of_parameters.append(mine)
             elif len(members) > 2:
-                delta = _input_gradient(ctx.activation, delta, before, [part for layer in layers for part in layer])
+                delta = _opaque_input_gradient(
+                    ctx.activation, delta, before, [part for layer in layers for part in layer]
+                )
             else:  # rows are worth less than the loops that a recording joins
-                delta = _of_inputs(ctx.activation, delta, before, layers)
+                delta = _input_gradient(ctx.activation, delta, before, layers)
             if inputs_need_it:
                 of_inputs = delta if of_inputs is None else of_inputs + delta
         if not any(parameters_need_it):
@@ -144,7 +146,7 @@ class _Network(torch.autograd.Function):
         return None, None, of_inputs, *map(torch.stack, zip(*of_parameters, strict=True))
 
 
-def _back(
+def _gradients(
     activation: str,
     delta: Tensor,
     before: Sequence[Tensor],
@@ -179,25 +181,27 @@ def _back(
     return delta, of_parameters[::-1]
 
 
-def _of_inputs(activation: str, delta: Tensor, before: Sequence[Tensor], layers: Layers) -> Tensor:
+def _input_gradient(activation: str, delta: Tensor, before: Sequence[Tensor], layers: Layers) -> Tensor:
     """Return the gradient of one network's inputs, computed for the rows that have one if they are few."""
     rows = _rows_with_a_gradient(delta)
     if rows is None:
-        return _back(activation, delta, before, layers, to_inputs=True, to_parameters=False)[0]
+        return _gradients(activation, delta, before, layers, to_inputs=True, to_parameters=False)[0]
     chosen = [part[rows] for part in before]
-    delta, _ = _back(activation, delta[rows], chosen, layers, to_inputs=True, to_parameters=False)
+    delta, _ = _gradients(activation, delta[rows], chosen, layers, to_inputs=True, to_parameters=False)
     return torch.zeros_like(before[0]).index_add_(0, rows, delta)
 
 
 @torch.library.custom_op("onramp::input_gradient", mutates_args=())
-def _input_gradient(activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """Compute `_of_inputs` as one operation for recordings, as its count of rows depends on data."""
+def _opaque_input_gradient(
+    activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Tensor:
+    """Compute `_input_gradient` as one operation for recordings, as its count of rows depends on data."""
     each = 4 if 2 * len(before) > len(parameters) else 2  # parameters of a hidden layer, with a layer norm or without
     layers = [tuple(parameters[i : i + each]) for i in range(0, len(parameters), each)]
-    return _of_inputs(activation, delta, before, layers)
+    return _input_gradient(activation, delta, before, layers)
 
 
-@_input_gradient.register_fake
+@_opaque_input_gradient.register_fake
 def _(activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(before[0])
 

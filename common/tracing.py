@@ -177,6 +177,8 @@ class Trace(TorchDispatchMode):
 
 def cut() -> None:
     """Mark the border of a step that the traced function repeats, so that it is compiled once (`common.parts`)."""
+    if torch.compiler.is_compiling():  # torch.compile cannot look at modes, and compiles the whole update anyway
+        return
     trace = _get_current_dispatch_mode()
     if isinstance(trace, Trace):
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
