@@ -19,7 +19,6 @@ critics are updated first offline too. α's loss is that of sac.py.
 
 import copy
 import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNeg
 from common.checkpoint import exists
 from common.command_line import command_line
 from common.errors import InputError
+from common.messages import log
 from common.networks import Critic, TanhGaussian, frozen, mlp, orthogonal
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
@@ -294,7 +294,7 @@ def with_networks(args: Args) -> Args:
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
-    sys.stderr.write(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}\n")
+    log.info(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}")
     return replace(args, **shapes)
 
 

@@ -17,6 +17,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from common.arguments import Unset, converted
 from common.errors import Finished, InputError, RunError
 from common.memory import report_out_of_memory
+from common.messages import exit_if_unread, log
 
 T = TypeVar("T")
 PLACEHOLDERS: dict[Any, Any] = {bool: False, int: 1, float: 0.5, float | None: 0.5}
@@ -45,28 +46,28 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     """
     program = Path(sys.argv[0]).name
     try:
-        report_out_of_memory(train)(parse(arguments))
+        with exit_if_unread():
+            args = parse(arguments)
+        report_out_of_memory(train)(args)
     except Finished as said:
-        sys.stderr.write(f"{said}\n")
+        log.info(said)
     except KeyboardInterrupt:  # before a run begins; a run handles the signal itself
         raise SystemExit(130) from None
     except InputError as error:
-        sys.stderr.write(f"{program}: {error}\n")
+        log.error(f"{program}: {error}")
         raise SystemExit(2) from None
     except RunError as error:
-        sys.stderr.write(f"{program}: {error}\n")
+        log.error(f"{program}: {error}")
         raise SystemExit(1) from None
     except torch.OutOfMemoryError as error:
         full = str(error).partition(". ")[0]  # the first sentence of a paragraph
-        sys.stderr.write(
-            f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the GPU\n"
-        )
+        log.error(f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the GPU")
         raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         where = error.filename or "the run folder"
-        sys.stderr.write(f"{program}: {error.strerror} ({where}): make room, then run the same command again\n")
+        log.error(f"{program}: {error.strerror} ({where}): make room, then run the same command again")
         raise SystemExit(1) from None
 
 

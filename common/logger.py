@@ -5,7 +5,6 @@ import io
 import math
 import os
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from common.checkpoint import RESTORE_OR_RESTART
 from common.errors import InputError, diverged
 from common.evaluate import Episode
+from common.messages import log
 from common.run_folder import COLUMNS, EVALUATIONS
 from common.run_folder import METRICS as METRICS_FILE
 
@@ -108,16 +108,12 @@ class Logger:
         self._write(values)
         solved = f", {values['eval/success']:.0%} solved" if success else ""
         scored = "" if scores is None else f", score {scores.mean():.1f}"
-        self.say(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
-
-    def say(self, message: str) -> None:
-        """Print one line for the user, above the progress bar."""
-        tqdm.write(message, file=sys.stderr)
+        log.info(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
 
     def close(self) -> None:
         self._bar.close()
-        for log in (self._metrics, self._evaluations, self._events):
-            log.file.close()
+        for rows in (self._metrics, self._evaluations, self._events):
+            rows.file.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -26,6 +25,7 @@ from common.errors import Finished, InputError
 from common.evaluate import Act, Episode
 from common.launch import Launch
 from common.logger import Logger, start_wandb
+from common.messages import log
 from common.onednn import keep_freed_memory, set_products
 from common.provenance import commit, hardware, versions
 from common.run_folder import CONFIG, DONE, LOCK, is_finished, lock_of, read_config, read_last_evaluation, state_path
@@ -74,7 +74,7 @@ def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
         try:
             return train(args)
         except FinishedRun as finished:
-            sys.stderr.write(f"{finished}\n")
+            log.info(finished)
             return finished.result
 
     return wrapped
@@ -187,19 +187,17 @@ class Run:
                 failed = getattr(handler, "__self__", None)  # an earlier run of this process that failed
                 self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
         if saved is None:
-            self.logger.say(f"{self.name}: starts on {self.device}, in {self.folder}")
+            log.info(f"{self.name}: starts on {self.device}, in {self.folder}")
             if note:
-                self.logger.say(note)
+                log.info(note)
             return None
-        self.logger.say(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
+        log.info(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
-            self.logger.say(
-                "note: the updates of its last step were made one action earlier than in a run of the new length"
-            )
+            log.info("note: the updates of its last step were made one action earlier than in a run of the new length")
         before = self._made_by()["versions"]
         if before != self.config["versions"]:
             changed = [name for name, version in self.config["versions"].items() if before.get(name) != version]
-            self.logger.say(f"warning: {', '.join(changed)} changed since the run began: its results may differ")
+            log.warning(f"{', '.join(changed)} changed since the run began: its results may differ")
         return saved
 
     def _write_config(self, facts: dict[str, Any]) -> None:
@@ -208,7 +206,7 @@ class Run:
 
     def _note_form(self, message: str) -> None:
         """Print what `launch` reports, and store the form, which may have changed."""
-        self.logger.say(message)
+        log.info(message)
         self._write_config(self._made_by())
 
     @property
@@ -279,7 +277,7 @@ class Run:
         if self._due(self.args.checkpoint_every) or self._signal:
             self._save()
         if self._signal:
-            self.logger.say(f"stopped at step {self.step:,}: run the same command to resume")
+            log.info(f"stopped at step {self.step:,}: run the same command to resume")
             self._close()
             raise SystemExit(128 + self._signal)
 
@@ -309,23 +307,21 @@ class Run:
     def warn_if_no_updates(self, steps: int, flag: str) -> None:
         """Warn if the whole run lies within the first `steps` environment steps, in which nothing is learned."""
         if 0 < self.last_step <= steps:
-            sys.stderr.write(
-                f"warning: nothing is learned in {self.last_step:,} environment steps: {flag} covers {steps:,}\n"
-            )
+            log.warning(f"nothing is learned in {self.last_step:,} environment steps: {flag} covers {steps:,}")
 
     def _warn_inexact(self) -> None:
         if self.args.vectorizer == "envpool":
             cause = "EnvPool cannot save the state of its environments, so they start new episodes"
         else:
             cause = f"{self.args.env or self.args.task} is not reproducible, so it starts a new episode"
-        self.logger.say(f"warning: {cause}, and the results differ from those of a run that was not stopped")
+        log.warning(f"{cause}, and the results differ from those of a run that was not stopped")
 
     def finish(self) -> Result:
         """Mark the run as complete and return its last evaluation."""
         with checkpoint.replacing(self.folder / DONE) as file:
             file.write(json.dumps({"step": self.step}).encode())
         self._close()
-        self.logger.say(f"done at step {self.step:,}, results in {self.folder}")
+        log.info(f"done at step {self.step:,}, results in {self.folder}")
         return self._result()
 
     def _result(self) -> Result:
@@ -385,4 +381,4 @@ class Run:
         if self._signal:  # at the second signal, at once
             raise SystemExit(128 + number)
         self._signal = number
-        self.logger.say("stopping after this step and a checkpoint (a second signal stops at once)")
+        log.info("stopping after this step and a checkpoint (a second signal stops at once)")

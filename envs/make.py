@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
 from common.errors import InputError, RunError, require_finite_actions
+from common.messages import log
 from common.seeding import seeds
 from envs.state import Env, ExactState
 from envs.vector import Array, AsyncEnvs, EnvPool
@@ -177,7 +178,7 @@ def _started(env_id: str, **kwargs: Any) -> Env:
     except Exception as error:
         _require(env_id, error)
         reason = " ".join(f"{type(error).__name__} {error}".split())
-        raise InputError(f"{env_id} does not start with {_versions()}: {reason}\n" + _cure(spec.id, kwargs)) from error
+        raise InputError(f"{env_id} does not start with {_versions()}: {reason}\n" + _cure(env_id, kwargs)) from error
     _check_spaces(env, env_id)
     return env
 
@@ -186,6 +187,8 @@ def _cure(name: str, kwargs: dict[str, Any]) -> str:
     if kwargs:
         text = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         return f"Check its arguments (env_kwargs): {text[:200]}"
+    if ":" in name:
+        return "Its own code failed: correct its constructor."
     return _alike(name) or "`pip install -r requirements.txt` brings the versions known to work."
 
 
@@ -275,7 +278,7 @@ def _print_notice(name: str) -> None:
     if name.replace("-v", "Dense-v") in text:  # the notice names the variants with dense rewards
         NOTICES.clear()
         if multiprocessing.parent_process() is None:
-            sys.stderr.write(f"warning: {text}\n")
+            log.warning(text)
 
 
 def register_robotics(name: str) -> None:

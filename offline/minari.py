@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from minari.storage import get_dataset_path
 from minari.storage.remotes import DEFAULT_REMOTE
 
 from common.errors import InputError
+from common.messages import log
 from envs.make import register_robotics
 from offline.download import require_connection
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
@@ -200,7 +200,7 @@ def _walls(maze: list[list[Any]]) -> list[list[bool]]:
 @functools.cache  # a run reads its dataset more than once
 def _warn_of_walls(path: Path) -> None:
     said = "the walls of its evaluation environment differ from those of its data: the data's maze is used"
-    sys.stderr.write(f"warning: {path.parent}: {said}\n")
+    log.warning(f"{path.parent}: {said}")
 
 
 def _is_vector(space: Space[Any]) -> bool:

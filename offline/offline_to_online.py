@@ -11,7 +11,6 @@ what is sampled after the switch:
 import dataclasses
 import itertools
 import re
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from common import checkpoint
 from common.arguments import BY_DOMAIN, NonNegativeInt, OffPolicyArgs, OpenFraction, Unset
 from common.errors import InputError
+from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
 from common.run_folder import has_checkpoint, is_finished, read_config, state_path
@@ -114,14 +114,14 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     of = domain(env, args.task)
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
     if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics pays 10 and -0.1
-        sys.stderr.write(f"warning: {args.dataset} has sparse rewards, but {env} may not: --env adroit-binary/… does\n")
+        log.warning(f"{args.dataset} has sparse rewards, but {env} may not: --env adroit-binary/… does")
     if args.init_from and args.offline_steps is BY_DOMAIN:
         chosen["offline_steps"] = 0
     found = presets[nearest] if nearest else {}
     preset = {k: v for k, v in found.items() if isinstance(getattr(args, k), Unset) and k not in chosen}
     if preset:
         none = "" if nearest == of else f", there is none for {of}"
-        sys.stderr.write(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}\n")
+        log.info(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}")
     return dataclasses.replace(args, **chosen, **preset)
 
 
@@ -214,14 +214,14 @@ class OfflineToOnline(checkpoint.Part):
     def _report(self, run: Run) -> None:
         """Print the dataset's size, and warnings."""
         dataset = self.dataset
-        sys.stderr.write(
+        log.info(
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
-            f"evaluated in {self.env}\n"
+            f"evaluated in {self.env}"
         )
         if self._bounds_exceed_values():
-            sys.stderr.write(
-                "warning: rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
-                "if every step without success pays the same, give that reward as --failure-reward\n"
+            log.warning(
+                "rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
+                "if every step without success pays the same, give that reward as --failure-reward"
             )
         first_update = max(self._warmup_steps, self._first_batch)
         run.warn_if_no_updates(first_update, "--warmup-steps or the first batch")
@@ -265,7 +265,7 @@ class OfflineToOnline(checkpoint.Part):
                 f"{own.shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
             )
         if not is_finished(folder):
-            sys.stderr.write(f"warning: {folder} is not finished: this run starts from its last checkpoint\n")
+            log.warning(f"{folder} is not finished: this run starts from its last checkpoint")
         state_now = checkpoint.state_of(agent)
         if algo in from_algos:
             theirs = {name: theirs.get(name, state) for name, state in state_now.items()}

@@ -4,7 +4,6 @@ import difflib
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InputError
+from common.messages import log
 from envs import make
 
 Array = NDArray[Any]
@@ -256,10 +256,10 @@ def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
     difference = np.maximum(np.abs(low - known_low), np.abs(high - known_high)) / (known_high - known_low)
     i = int(difference.argmax())
     if difference[i] > ROUNDING:
-        sys.stderr.write(
-            f"warning: {recording.id} states the box {low[i]:g} to {high[i]:g} for its actions, "
+        log.warning(
+            f"{recording.id} states the box {low[i]:g} to {high[i]:g} for its actions, "
             f"{env or recording.env} has {known_low[i]:g} to {known_high[i]:g} (dimension {i}): the stated box "
-            "is used, which is right if the actions have their own units\n"
+            "is used, which is right if the actions have their own units"
         )
 
 
@@ -275,10 +275,10 @@ def warn_of_actions_outside(
         return
     low, high = box
     i = int((farthest / (high - low)).argmax())
-    sys.stderr.write(
-        f"warning: {recording.id}: {count / len(recording):.2%} of its transitions have actions outside the box "
+    log.warning(
+        f"{recording.id}: {count / len(recording):.2%} of its transitions have actions outside the box "
         f"{low[i]:g} to {high[i]:g} of dimension {i}, by up to {farthest[i]:.3g}: they are "
-        f"{'kept' if kept else 'clipped'} (if that is wrong, {box_cure(recording, env)})\n"
+        f"{'kept' if kept else 'clipped'} (if that is wrong, {box_cure(recording, env)})"
     )
 
 

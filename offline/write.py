@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from common import checkpoint
 from common.errors import InputError, RunError
+from common.messages import log
 
 Array = NDArray[Any]
 Infos = dict[str, Array]  # by name [2, n]: each transition's number that came with obs, and with next_obs
@@ -188,7 +189,7 @@ def write_minari(
         except Exception as error:
             if not infos:
                 raise
-            sys.stderr.write(f"warning: the infos cannot be stored, so the dataset has none: {error}\n")
+            log.warning(f"the infos cannot be stored, so the dataset has none: {error}")
             storage._file_path = io.BytesIO(empty)
             storage.update_episodes(_buffers(transitions, env, {}))
         Path(path).write_bytes(storage._file_path.getbuffer())
@@ -222,9 +223,9 @@ def _whole_spec(env: gym.Env[Any, Any]) -> EnvSpec | None:
     try:
         spec.to_json()
     except (TypeError, ValueError):
-        sys.stderr.write(
-            f"warning: readers cannot make {spec.id} from the dataset, because its registration does not fit into "
-            'JSON: register it with "module:Class" and plain arguments\n'
+        log.warning(
+            f"readers cannot make {spec.id} from the dataset, because its registration does not fit into "
+            'JSON: register it with "module:Class" and plain arguments'
         )
         return None
     return spec

@@ -1,6 +1,7 @@
 """Every command of README and docs: its program exists and accepts its flags, and most run in a short form.
 
-Not run: what needs a trained policy, another library or a GPU, and what takes minutes in any form (`make speed`).
+Not run here: `make play`, which opens a window; `make binary` and `make speed`, which take minutes and run in parts in
+tests/test_adroit_binary.py and tests/test_speed.py; `make d3rlpy`, which is another library; and what needs a GPU.
 """
 
 import dataclasses
@@ -14,7 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import OFFLINE, PENDULUM, ROOT, arguments_of
+from conftest import OFFLINE, PENDULUM, ROOT, arguments_of, module
+from test_compare import write
+from test_video import Film
 
 from common.command_line import parse
 
@@ -95,18 +98,52 @@ def trainings() -> list[str]:
     return sorted(set(found))
 
 
+def in_short(program: str, flags: list[str], folder: Path) -> Any:
+    """Return the arguments of the short form of a training."""
+    algo = Path(program).stem
+    args = parse(imported(ROOT / program).Args, flags)
+    if algo not in OFFLINE:
+        return dataclasses.replace(args, **SHORT, run_dir=folder)
+    short = arguments_of(algo, {"total_steps": 40}) | {"env": args.env and type(args).env}
+    steps = {name: 20 if getattr(args, name) else 0 for name in ("offline_steps", "online_steps")}
+    return dataclasses.replace(args, **short | steps, run_dir=folder)
+
+
 @pytest.mark.parametrize("command", trainings())
 def test_a_training_of_the_docs_runs(command: str, tmp_path: Path):
     """In a short form: 64 steps online, or the size of SMALL on Pendulum's dataset, with the command's other flags."""
     program, *flags = shlex.split(command)
-    module: Any = imported(ROOT / program)
-    args = parse(module.Args, flags)
+    args = in_short(program, flags, tmp_path / "run")
     if getattr(args, "vectorizer", None) == "envpool":
         pytest.importorskip("envpool")
-    offline = (ROOT / program).stem in OFFLINE
-    short = arguments_of((ROOT / program).stem, {"total_steps": 40}) | {"env": module.Args.env} if offline else SHORT
-    result = module.train(dataclasses.replace(args, **short, run_dir=tmp_path / "run"))
-    assert len(result.episodes) == short["eval_episodes"]
+    result = imported(ROOT / program).train(args)
+    assert len(result.episodes) == args.eval_episodes
+
+
+def continued() -> list[tuple[str, str]]:
+    """Return each training that starts from another run, and the command of the same page that makes that run.
+
+    If the page has no such command, it is the algorithm that the run's name begins with.
+    """
+    found = []
+    for page, command in commands():
+        if "--init-from" not in command or EXAMPLES.search(command):
+            continue
+        first = command.split("--init-from ")[1].split()[0]
+        makes = [c for p, c in commands() if p == page and c.endswith(f"--run-dir {first}")]
+        algo = Path(first).name.split("__")[0]
+        found.append((command, makes[0] if makes else f"python algos/{algo}.py --dataset data.hdf5"))
+    return found
+
+
+@pytest.mark.parametrize(("command", "before"), continued())
+def test_a_training_of_the_docs_that_starts_from_a_run_runs(command: str, before: str, tmp_path: Path):
+    """After a short form of the run that it starts from."""
+    _, program, *flags = shlex.split(before)
+    imported(ROOT / program).train(dataclasses.replace(in_short(program, flags, tmp_path / "first"), online_steps=0))
+    _, program, *flags = shlex.split(command)
+    args = dataclasses.replace(in_short(program, flags, tmp_path / "second"), init_from=tmp_path / "first")
+    assert len(imported(ROOT / program).train(args).episodes) == args.eval_episodes
 
 
 def others() -> list[str]:
@@ -139,6 +176,64 @@ def test_another_command_of_the_docs_runs(command: str, tmp_path: Path, capsys: 
         suite = "smoke" if args.suite.endswith(".toml") else args.suite  # a reader's own file
         module.train(dataclasses.replace(args, suite=suite, dry_run=True, folder=tmp_path))
         assert "algos/" in capsys.readouterr().out
+
+
+def of(*programs: str) -> list[str]:
+    """Return the distinct commands that run these programs and need runs, as a program's path and its flags."""
+    found = []
+    for _, command in commands():
+        parts = program_and_flags(command) if not EXAMPLES.search(command) else None
+        if parts and parts[0].name in programs:
+            found.append(shlex.join([str(parts[0].relative_to(ROOT)), *parts[1]]))
+    return sorted(set(found) - set(others()))
+
+
+@pytest.mark.parametrize("command", [c for c in of("video.py", "collect.py", "archive_run.py") if "--play" not in c])
+def test_a_command_of_the_docs_that_takes_a_run_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the run of 100 steps; the video without imageio-ffmpeg."""
+    program, *flags = shlex.split(command)
+    tool: Any = imported(ROOT / program)
+    args, run, output = parse(tool.Args, flags), tmp_path / "run", tmp_path / "output"
+    module("sac").train(module("sac").Args(**arguments_of("sac", {"env": "Drawn-v0", "total_steps": 100}), run_dir=run))
+    if program.endswith("video.py"):
+        monkeypatch.setitem(sys.modules, "imageio_ffmpeg", film := Film())  # type: ignore[arg-type]
+        tool.watch(dataclasses.replace(args, run=run))
+        assert film.frames
+    elif program.endswith("collect.py"):
+        of_run = {"replay": run} if args.replay else {"policy": (str(run),), "env": None, "transitions": 50}
+        tool.collect(dataclasses.replace(args, **of_run, output=str(output.with_suffix(".hdf5"))))
+        assert output.with_suffix(".hdf5").exists()
+    else:
+        tool.main(dataclasses.replace(args, run=run, kept=output))
+        assert (output / "evaluations.csv.gz").exists()
+
+
+@pytest.mark.parametrize("command", of("compare.py"))
+def test_a_comparison_of_the_docs_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """On results/, on two runs, or, with a suite, up to the runs that it would make."""
+    program, *flags = shlex.split(command)
+    compare: Any = imported(ROOT / program)
+    args = parse(compare.Args, flags)
+    if args.suite:
+        suite = "online-1m" if args.suite.endswith(".toml") else args.suite  # a reader's own file
+        args, _ = compare.of_suite(dataclasses.replace(args, folder=tmp_path), suite)
+        assert len(compare.next_seeds(compare.compare(args))) >= 2 * args.seeds
+        return
+    for name in ("sac", "td3"):
+        write(tmp_path / "lr" / name / "Hopper-v4" / "1", {0: [0.0], 1_000: [1.0]})
+    compare.main(
+        dataclasses.replace(args, folder=ROOT / "results" if str(args.folder) == "results" else tmp_path / "lr")
+    )
+    assert "sac against td3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in of("report.py") if "--runs" in c])
+def test_a_report_of_own_runs_is_made(command: str, tmp_path: Path):
+    program, *flags = shlex.split(command)
+    report: Any = imported(ROOT / program)
+    module("sac").train(module("sac").Args(**arguments_of("sac", {"total_steps": 40}), run_dir=tmp_path / "first"))
+    report.main(dataclasses.replace(parse(report.Args, flags), runs=tmp_path))
+    assert "Pendulum-v1" in (tmp_path / "report.html").read_text()
 
 
 if __name__ == "__main__":

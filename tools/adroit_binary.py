@@ -26,6 +26,7 @@ import numpy as np
 
 from common.command_line import command_line
 from common.errors import Finished, InputError
+from common.messages import log
 from common.provenance import commit, versions
 from envs.d4rl import solved
 from offline import d4rl
@@ -108,9 +109,9 @@ def main(args: Args) -> None:
     recipe |= {"solved demonstrations": counts[0], "solved roll-outs": counts[1], "transitions": len(data.rewards)}
     env_id = BINARY[args.task, not args.goes_on]
     write_d4rl(Path(args.output), data, env_id, gym.make(env_id.partition(":")[2]), recipe)
-    sys.stderr.write(
+    log.info(
         f"{len(data.rewards):,} transitions in {args.output}, {(data.rewards == 0).mean():.0%} of them solved\n"
-        f"solved at some step: {counts[0]} demonstrations, {counts[1]} of {args.rollouts} rollouts of {horizon} steps\n"
+        f"solved at some step: {counts[0]} demonstrations, {counts[1]} of {args.rollouts} rollouts of {horizon} steps"
     )
 
 

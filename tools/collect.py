@@ -12,7 +12,6 @@ its share, and stored as one that timed out. The same command again does nothing
 
 import contextlib
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from tqdm import tqdm
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import Finished, InputError, require_finite
+from common.messages import log
 from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
@@ -115,14 +115,14 @@ def collect(args: Args) -> None:
         else:
             write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: nothing was written\n")
+        log.info("interrupted: nothing was written")
         raise SystemExit(130) from None
     said = (
         f"{facts['transitions']:,} transitions, {facts['episodes']:,} episodes ({facts['cut_episodes']:,} of them cut)"
     )
     if facts["return"]:
         said += ", return of the others: mean {mean:,.1f}, min {min:,.1f}, max {max:,.1f}".format(**facts["return"])
-    sys.stderr.write(f"{said}\nwritten to {args.output}\n")
+    log.info(f"{said}\nwritten to {args.output}")
 
 
 def _environment(args: Args, run: RunFolder | None) -> str:
@@ -131,7 +131,7 @@ def _environment(args: Args, run: RunFolder | None) -> str:
     if run and trained_on and args.env not in (None, trained_on):
         raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
     if run and not trained_on and args.env:
-        sys.stderr.write(f"warning: {run.path} used its dataset's environment: check that {args.env} is the same\n")
+        log.warning(f"{run.path} used its dataset's environment: check that {args.env} is the same")
     env_id = args.env or trained_on
     if env_id is None:
         raise InputError("none of the policies names its environment: give --env")

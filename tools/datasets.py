@@ -23,6 +23,7 @@ import tyro
 
 from common.checkpoint import replacing
 from common.errors import InputError
+from common.messages import log
 from offline.dataset import load
 from offline.download import download
 from tools import inspect_dataset
@@ -96,7 +97,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
     if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
         out = written
-        sys.stderr.write(f"{path} differs from the dataset of the published results: its description is in {out}\n")
+        log.info(f"{path} differs from the dataset of the published results: its description is in {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
         file.write((json.dumps(found, indent=1) + "\n").encode())

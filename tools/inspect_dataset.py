@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
+from common.messages import print_result
 from offline.dataset import read
 from offline.hdf5 import opened
 from offline.recording import Array, RawDataset, TransitionBlock, action_box, distance_outside, warn_of_another_box
@@ -295,7 +296,7 @@ def main(args: Args) -> None:
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
     found, returns = facts(recording, reference, args.env), recording.returns()
-    print(describe(found, returns))  # noqa: T201
+    print_result(describe(found, returns))
     if args.json is not None:
         with replacing(args.json) as file:
             file.write(json.dumps(found, indent=1).encode())

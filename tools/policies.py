@@ -11,7 +11,6 @@ import json
 import pickle
 import pickletools
 import re
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from torch import Tensor
 from common import checkpoint
 from common.acting import uniform_actions
 from common.errors import InputError
+from common.messages import log
 from common.run import eval_policy
 from common.run_folder import CONFIG, has_checkpoint, read_config, state_path
 from envs.d4rl import PointMaze
@@ -293,9 +293,9 @@ def _refuse_without_statistics(path: Path, export: Path, was_normalized: bool | 
             f"export them to {export}: docs/data.md shows how (a pickle is never loaded here)"
         )
     if was_normalized is None:
-        sys.stderr.write(
-            f"warning: {path} does not show whether it was trained under VecNormalize: "
-            f"if so, export its statistics to {export} (docs/data.md)\n"
+        log.warning(
+            f"{path} does not show whether it was trained under VecNormalize: "
+            f"if so, export its statistics to {export} (docs/data.md)"
         )
 
 

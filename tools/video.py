@@ -28,6 +28,7 @@ from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.evaluate import evaluate
+from common.messages import print_result
 from common.seeding import seeds
 from envs.make import make
 from tools.policies import load_policy, read_run
@@ -93,9 +94,9 @@ def watch(args: Args) -> None:
             except DependencyNotInstalled as error:
                 raise InputError(f"a package that draws {env_id} is missing: {error}") from None
             solved = "" if episode.success is None else ", solved" if episode.success else ", not solved"
-            sys.stdout.write(f"episode {i}: return {episode.return_:.1f}, length {episode.length}{solved}\n")
+            print_result(f"episode {i}: return {episode.return_:.1f}, length {episode.length}{solved}")
     if not args.play:
-        sys.stdout.write(f"written to {output}\n")
+        print_result(f"written to {output}")
 
 
 class Shown(gym.Wrapper[Any, Any, Any, Any]):

@@ -10,7 +10,6 @@ Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. S
 import dataclasses
 import difflib
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from common import run_folder
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
+from common.messages import print_result
 
 Run = tuple[str, str, int]  # name, task, seed
 EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # also the .gz that bench/report/archive_run.py writes
@@ -185,7 +185,7 @@ def until_decided(args: Args, run: Callable[[list[Run]], None]) -> Comparison:
     asked: list[Run] = []
     while True:
         comparison = compare(args)
-        sys.stdout.write(report(comparison))
+        print_result(report(comparison).rstrip())
         needed = next_seeds(comparison)
         if lacking := set(needed) & set(asked):
             listed = ", ".join(f"{name}/{task}/{seed}" for name, task, seed in sorted(lacking))
@@ -269,7 +269,7 @@ def main(args: Args) -> None:
     if args.suite is None:
         new = "to run a new one, add it to a suite and give that --suite"
         refuse_unknown(args, str(args.folder), runs_in(args.folder), new)
-        sys.stdout.write(report(compare(args)))
+        print_result(report(compare(args)).rstrip())
     else:
         until_decided(*of_suite(args, args.suite))
 

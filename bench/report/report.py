@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Make the tables of README and docs, the figures in results/ and the page results/report.html.
 
 All of them come from the raw data in results/ alone.
@@ -38,6 +37,7 @@ from bench.report.page import whole_page
 from bench.report.tables import Table
 from bench.speed.interleaved_timing import read_rounds
 from common.command_line import command_line
+from common.messages import print_result
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -214,7 +214,7 @@ def remade(page: Path) -> str:
 def main(args: Args) -> None:
     if args.runs is not None:
         (args.runs / "report.html").write_text(runs_page(args.runs))
-        print(f"report: open {args.runs / 'report.html'} in a browser")
+        print_result(f"report: open {args.runs / 'report.html'} in a browser")
         return
     for page in pages():
         text = remade(page)
@@ -224,13 +224,13 @@ def main(args: Args) -> None:
             page.write_text(text)
     if args.check:
         return
-    print("report: wrote tables and links, drawing the figures", flush=True)
+    print_result("report: wrote tables and links, drawing the figures")
     for (algo, env), seeds in online().items():
         png(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), RESULTS / algo / f"{env}.png")
     png(overview_figure(online(), published()), RESULTS / "overview.png")
-    print("report: writing the page, which takes a minute", flush=True)
+    print_result("report: writing the page, which takes a minute")
     (RESULTS / "report.html").write_text(whole_page())
-    print(f"report: open {RESULTS / 'report.html'} in a browser")
+    print_result(f"report: open {RESULTS / 'report.html'} in a browser")
 
 
 if __name__ == "__main__":

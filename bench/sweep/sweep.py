@@ -29,6 +29,7 @@ from bench.sweep.sweep_task import Job, Outcome, facts, run
 from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
+from common.messages import log, print_result
 from common.run_folder import DONE, EVALUATIONS, is_finished, read_config, read_evaluations
 
 KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
@@ -103,11 +104,11 @@ def train(args: Args) -> None:
             raise InputError(f"{flag} is {value}: give {least} or more")
     found = jobs(*read_suite(args.suite), args.folder)
     if args.dry_run:
-        sys.stdout.write("".join(f"{job.line}\n" for job in found))
+        print_result("\n".join(job.line for job in found))
         return
     sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
     execute(sweep, args)
-    print(sweep.table())  # noqa: T201
+    print_result(sweep.table())
     if sweep.failed:
         raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed: run the same command to start them again")
 
@@ -127,7 +128,7 @@ def execute(sweep: Sweep, args: Args) -> None:
     with contextlib.ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
         if address == "local" and any(0 < job.gpus < 1 for job in sweep.waiting):
-            sys.stderr.write(f"{stack.enter_context(shared_card())}\n")
+            log.info(stack.enter_context(shared_card()))
         embedded: dict[str, Any] = {
             "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
             "_temp_dir": logs,
@@ -143,9 +144,9 @@ def execute(sweep: Sweep, args: Args) -> None:
         try:
             drive(sweep, ray)
         except KeyboardInterrupt:
-            sys.stderr.write(
+            log.info(
                 "stopping the runs, each with a checkpoint\n"
-                "a second signal stops them at once; run the same command to resume\n"
+                "a second signal stops them at once; run the same command to resume"
             )
             for reference in sweep.running:
                 ray.cancel(reference)
@@ -166,7 +167,7 @@ def drive(sweep: Sweep, ray: Any) -> None:
         for reference in ready:
             finish(sweep, reference, ray)
         if (table := sweep.table()) != shown and (sweep.waiting or sweep.running):
-            sys.stderr.write(f"\x1b[2J\x1b[H{table}\n" if sys.stderr.isatty() else f"{table.splitlines()[-1]}\n")
+            log.info(f"\x1b[2J\x1b[H{table}" if sys.stderr.isatty() else f"{table.splitlines()[-1]}")
             shown = table
 
 

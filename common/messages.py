@@ -1,0 +1,48 @@
+"""Print results to stdout, and messages to stderr by Python's `logging`, under the name `onramp`."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+
+class _Console(logging.Handler):
+    """Write above the progress bar, to `sys.stderr` as it is at that moment.
+
+    A run continues without messages if the reader of a pipe has left (`2>&1 | head`).
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "warning: " if record.levelno == logging.WARNING else ""
+        try:
+            tqdm.write(mark + self.format(record), file=sys.stderr)
+        except BrokenPipeError:
+            self.setLevel(logging.CRITICAL + 1)
+
+
+log = logging.getLogger("onramp")
+log.setLevel(logging.INFO)
+log.propagate = False  # a notebook's own handler would print each message again
+log.addHandler(_Console())
+
+
+def print_result(text: str) -> None:
+    """Print `text` to stdout at once. Exit with status 1 if its reader has left (`| head`)."""
+    with exit_if_unread():
+        sys.stdout.write(f"{text}\n")
+
+
+@contextlib.contextmanager
+def exit_if_unread() -> Iterator[None]:
+    """Exit with status 1, without a traceback, if what is printed inside has no reader any more."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
+        raise SystemExit(1) from None

@@ -1,0 +1,68 @@
+"""Messages and results: where they go, and what happens if no program reads them."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from common.messages import log
+
+TRAIN = ("algos/sac.py", "--env", "Pendulum-v1", "--total-steps", "30", "--eval-every", "10", "--eval-episodes", "1")
+
+
+def test_messages_go_to_stderr_with_a_mark_for_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    log.info("step %d", 5)
+    log.warning("slow")
+    assert capsys.readouterr() == ("", "step 5\nwarning: slow\n")
+
+
+def test_a_level_hides_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setLevel("WARNING")
+    log.info("step")
+    log.warning("slow")
+    log.setLevel("INFO")
+    assert capsys.readouterr().err == "warning: slow\n"
+
+
+def test_a_program_with_handlers_of_its_own_prints_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    root, stream = logging.getLogger(), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    root.addHandler(handler)
+    log.warning("once")
+    root.removeHandler(handler)
+    assert stream.getvalue() == ""
+    assert capsys.readouterr().err == "warning: once\n"
+
+
+def unread(*words: str, cwd: Path = ROOT, **streams: int) -> subprocess.CompletedProcess[str]:
+    """Run a command whose `stdout` or `stderr` is a pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        line = [sys.executable, *words]
+        return subprocess.run(
+            line, cwd=cwd, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | dict.fromkeys(streams, writer)),
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "words", [("algos/sac.py", "--help"), ("-m", "bench.sweep.sweep", "smoke", "--dry-run")], ids=["help", "result"]
+)
+def test_a_result_that_no_program_reads_ends_without_a_traceback(words: tuple[str, ...]) -> None:
+    done = unread(*words, stdout=True)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_a_run_whose_messages_no_program_reads_continues(tmp_path: Path) -> None:
+    done = unread(*TRAIN, "--run-dir", str(tmp_path / "run"), stderr=True)
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "DONE").exists()
