@@ -19,7 +19,7 @@ critics are updated first offline too. α's loss is that of sac.py.
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -295,7 +295,7 @@ def with_networks(args: Args) -> Args:
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
     log.info(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}")
-    return replace(args, **shapes)
+    return args.filled_in(**shapes)
 
 
 @returns_result

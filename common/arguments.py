@@ -6,16 +6,20 @@ A number is above 0 unless its annotation has an `Interval`. A default that is a
 import contextlib
 import dataclasses
 import enum
+import hashlib
 import math
 import os
+import re
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from common.errors import InputError
 
+MAY_DIFFER = ("run_dir", "run_name", "track", "checkpoint_every")  # arguments that do not change what a run computes
+LONGEST_LABEL = 60  # characters
 KINDS = {
     int: "a whole number", float: "a number", bool: "True or False", str: "a string", Path: "a path", NoneType: "None",
 }  # fmt: skip
@@ -147,6 +151,31 @@ def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> 
     return value
 
 
+def label(args: "RunArgs") -> str:
+    """Return the flags that differ from their defaults, for the run's name: "actor-lr-0.0003_no-layer-norm".
+
+    Task and seed are left out, which the name states itself, as are `MAY_DIFFER` and what a resumed run may increase.
+    A label that is long, or has characters that not every file system takes, ends in a hash.
+    """
+    left_out = {"seed", "dataset", *MAY_DIFFER, *args.extendable, *(["env"] if args.task == args.env else [])}
+    words, is_plain = [], True
+    for field in sorted(dataclasses.fields(args), key=lambda field: field.name):
+        value, flag = getattr(args, field.name), field.name.replace("_", "-")
+        if field.name in left_out or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else f"no-{flag}")
+        else:
+            text = "-".join(map(str, value if isinstance(value, tuple) else [value]))
+            is_plain &= re.fullmatch("[A-Za-z0-9.-]+", text) is not None
+            words.append(f"{flag}-{text}")
+    text = "_".join(words)
+    if is_plain and len(text) <= LONGEST_LABEL:
+        return text
+    safe = re.sub("[^A-Za-z0-9_.-]+", "-", text)[: LONGEST_LABEL - 9]
+    return f"{safe}-{hashlib.sha256(repr(words).encode()).hexdigest()[:8]}"
+
+
 @dataclasses.dataclass
 class RunArgs:
     """Arguments of every algorithm."""
@@ -174,8 +203,11 @@ class RunArgs:
     """On CUDA, multiply matrices with 10 bits of mantissa instead of 23, as JAX does. Faster for large networks."""
     products: Literal["float32", "bfloat16"] = "float32"
     """Number type of matrix products on the CPU. bfloat16 has 8 bits of mantissa (docs/cpu.md)."""
+    run_name: str | None = None
+    """Name of the run, and of its folder in runs/. None means <algorithm>__<env or dataset>__<seed>,
+    with the flags that differ from their defaults before the seed."""
     run_dir: Path | None = None
-    """Run folder. None means runs/<algorithm>__<env or dataset>__<seed>."""
+    """Run folder. None means runs/<name of the run>."""
     eval_every: int = 5_000
     """Environment steps between evaluations."""
     eval_episodes: NonNegativeInt = 10
@@ -205,6 +237,15 @@ class RunArgs:
             if get_origin(wanted) is not ClassVar and not isinstance(value, Unset):
                 bare, *bounds = get_args(wanted) if get_origin(wanted) is Annotated else (wanted,)
                 setattr(self, name, checked(f"--{name.replace('_', '-')}", value, bare, *bounds))
+        if self.run_name is not None and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.run_name):
+            raise InputError(f"--run-name is {self.run_name!r}: give letters, digits, '_', '-' and '.'")
+        self.label = label(self)
+
+    def filled_in(self, **values: Any) -> Self:
+        """Return a copy with values that no flag gave, which therefore leave the run's name unchanged."""
+        filled = dataclasses.replace(self, **values)
+        filled.label = self.label
+        return filled
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from common.tracing import CannotRecord
 R = TypeVar("R")
 Form = Literal["eager", "recorded", "CUDA graphs"]
 CURE = "install a working C++ compiler or name one in CXX"
-ANOTHER_RUN = "or start a run with --no-compile in another --run-dir"
+ANOTHER_RUN = "or start another run with --no-compile"
 CHECK_EVERY = 60.0  # seconds
 CHECK_SHARE = 0.01  # of the time, at most
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from common import checkpoint
 from common.acting import Agent
-from common.arguments import WITH_CUDA, OffPolicyArgs, RunArgs
+from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
 from common.errors import Finished, InputError
 from common.evaluate import Act, Episode
@@ -35,12 +35,15 @@ from common.updater import Metrics, Updater
 A = TypeVar("A")
 R = TypeVar("R")
 LOG_EVERY = 1_000  # steps
-MAY_DIFFER = ("run_dir", "track", "checkpoint_every")  # arguments that do not change what a run computes
 
 
 def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
-    """Return <algorithm>__<task>__<seed>, in characters that every file system takes, and the run's folder."""
-    name = f"{algo}__{re.sub('[^A-Za-z0-9_.-]+', '_', args.task)}__{args.seed}"
+    """Return the run's name, in characters that every file system takes, and its folder.
+
+    By default the name is <algorithm>__<task>__<label>__<seed>, without a label if all flags have their defaults.
+    """
+    parts = [algo, re.sub("[^A-Za-z0-9_.-]+", "_", args.task), args.label, str(args.seed)]
+    name = args.run_name or "__".join(part for part in parts if part)
     return name, args.run_dir or Path("runs") / name
 
 
@@ -360,10 +363,11 @@ class Run:
         differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
         if differ:
             listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
-            raise InputError(
-                f"{self.folder} was made with other arguments: {listed}\n"
-                "give the same arguments to resume it, or another --run-dir"
-            )
+            another = f"another --{'run-dir' if self.args.run_dir else 'run-name'}"
+            cure = f"give the same arguments to resume it, or {another}"
+            if "online_steps" in differ and before["online_steps"] == 0 and is_finished(self.folder):
+                cure = f"to continue it online, give --init-from {self.folder} and {another}"
+            raise InputError(f"{self.folder} was made with other arguments: {listed}\n{cure}")
         if grown:
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}
         elif done:

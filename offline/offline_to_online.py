@@ -8,7 +8,6 @@ what is sampled after the switch:
 - mix: a fixed share of the dataset in every batch, spread evenly over it (RLPD, Ball et al. 2023; Cal-QL).
 """
 
-import dataclasses
 import itertools
 import re
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     if preset:
         none = "" if nearest == of else f", there is none for {of}"
         log.info(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}")
-    return dataclasses.replace(args, **chosen, **preset)
+    return args.filled_in(**chosen, **preset)
 
 
 def run_config(folder: Path) -> dict[str, Any]:
