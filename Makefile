@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare report site video play speed datasets binary d4rl d3rlpy libraries
+.PHONY: help setup train test lint bench compare evaluate report site video play speed datasets binary d4rl d3rlpy libraries
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,9 @@ bench: setup ## run a suite of algorithms, tasks and seeds in parallel (SUITE=sm
 
 compare: setup ## test whether A beats B, and run more seeds if needed (SUITE=online-1m ARGS="--names sac td3")
 	$(BIN)/python bench/report/compare.py $(if $(SUITE),--suite $(SUITE)) $(ARGS)
+
+evaluate: setup ## evaluate trained policies (RUN="runs/sac__Hopper-v4__1 sac/Hopper-v4" ARGS="--episodes 100")
+	$(BIN)/python tools/evaluate.py $(RUN) $(ARGS)
 
 video: setup $(VENV)/video ## write an mp4 of a trained policy, also without a display (RUN=runs/sac__Hopper-v4__1)
 	$(BIN)/python tools/video.py $(RUN) $(ARGS)

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.evaluate import Act
+
 P = ParamSpec("P")
 
 
@@ -23,6 +25,12 @@ class Agent(Protocol):
 
     @property
     def act(self) -> Any: ...
+
+
+def eval_policy(agent: Agent) -> Act:
+    """Return the policy for evaluation: the agent's own `eval_policy()` if it has one, else deterministic."""
+    own: Callable[[], Act] | None = getattr(agent, "eval_policy", None)
+    return own() if own else functools.partial(agent.act, deterministic=True)
 
 
 A = TypeVar("A", bound=OnDevice)

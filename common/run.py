@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from common import checkpoint
-from common.acting import Agent
+from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
 from common.errors import Finished, InputError
@@ -27,6 +27,7 @@ from common.launch import Launch
 from common.logger import Logger, start_wandb
 from common.messages import log
 from common.onednn import keep_freed_memory, set_products
+from common.policy_file import KeptPolicies
 from common.provenance import commit, hardware, versions
 from common.run_folder import CONFIG, DONE, LOCK, is_finished, lock_of, read_config, read_last_evaluation, state_path
 from common.timings import Timings
@@ -55,12 +56,6 @@ class Result(NamedTuple):
     episodes: list[Episode]
 
 
-def eval_policy(agent: Agent) -> Act:
-    """Return the policy for evaluation: the agent's own `eval_policy()` if it has one, else deterministic."""
-    own: Callable[[], Act] | None = getattr(agent, "eval_policy", None)
-    return own() if own else functools.partial(agent.act, deterministic=True)
-
-
 class FinishedRun(Finished):
     """The run is already complete, with this result."""
 
@@ -87,6 +82,7 @@ class Environments(Protocol):
     """The interface of a run's environments (`envs.rollout.Rollout`)."""
 
     exact: list[bool]
+    obs: NDArray[Any]
 
     def reset(self) -> None: ...
     def evaluate(self, policy: Act) -> list[Episode]: ...
@@ -124,6 +120,7 @@ class Run:
         self._grown: dict[str, Any] | None = None  # the config of a run that is being extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
+        self._policies = KeptPolicies(self.folder, {"algo": algo, "arguments": arguments})
         try:
             self._check_folder()
         except OSError as error:
@@ -289,7 +286,12 @@ class Run:
         return self.step // every > self._previous_step // every or self.step >= self.last_step
 
     def _evaluate(self) -> None:
-        self.logger.log_evaluation(self._rollout.evaluate(eval_policy(self._agent)))
+        policy = eval_policy(self._agent)
+        episodes = self._rollout.evaluate(policy)
+        self.logger.log_evaluation(episodes)
+        if episodes:
+            returns = [episode.return_ for episode in episodes]
+            self._policies.keep(self._agent, policy, self._rollout.obs, returns, self.step)
 
     def _save(self) -> None:
         """Write the replay rows, then the state to a second file, which replaces the last checkpoint by renaming.

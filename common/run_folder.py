@@ -4,7 +4,10 @@ import csv
 import gzip
 import io
 import json
+import statistics
 import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from common.evaluate import Episode
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
 LOCK = ".lock"
+POLICIES = "policy"  # folder of best.safetensors and last.safetensors
+Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 
 
 def state_path(folder: Path) -> Path:
@@ -60,6 +65,14 @@ def read_evaluations(path: Path) -> list[dict[str, str]]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(str(error)) from None
     return list(csv.DictReader(io.StringIO(data.decode(), newline="")))
+
+
+def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:
+    """Return the mean of `of` over each evaluation's episodes; a row of evaluations.csv is an episode."""
+    episodes: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        episodes[int(row["step"])].append(of(row))
+    return {step: statistics.mean(values) for step, values in episodes.items()}
 
 
 def read_last_evaluation(folder: Path) -> list[Episode]:

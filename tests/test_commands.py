@@ -197,7 +197,7 @@ def test_a_command_of_the_docs_that_takes_a_run_runs(command: str, tmp_path: Pat
     module("sac").train(module("sac").Args(**arguments_of("sac", {"env": "Drawn-v0", "total_steps": 100}), run_dir=run))
     if program.endswith("video.py"):
         monkeypatch.setitem(sys.modules, "imageio_ffmpeg", film := Film())  # type: ignore[arg-type]
-        tool.watch(dataclasses.replace(args, run=run))
+        tool.watch(dataclasses.replace(args, policy=str(run)))
         assert film.frames
     elif program.endswith("collect.py"):
         of_run = {"replay": run} if args.replay else {"policy": (str(run),), "env": None, "transitions": 50}

@@ -17,9 +17,9 @@ import torch
 from conftest import OFFLINE, SHARED, agent_class, every_algorithm, final_state, module
 
 from common import checkpoint
+from common.acting import eval_policy
 from common.errors import InputError
 from common.evaluate import evaluate
-from common.run import eval_policy
 from envs.make import make
 from offline.offline_to_online import with_presets
 from tools.policies import load_policy

@@ -57,7 +57,7 @@ def values_of(algo: str, field: Any) -> list[dict[str, Any]]:
 
 @every_algorithm
 def test_every_flag_that_changes_a_run_changes_its_name(algo: str) -> None:
-    """Also in pairs with another value of the same flag. Not what a resumed run may increase, nor what changes nothing."""
+    """As does another value of it. What a resumed run may increase, and what changes nothing, does not."""
     plain, args = name(algo), of(algo)
     kept = {*MAY_DIFFER, *args.extendable}
     for field in dataclasses.fields(args):

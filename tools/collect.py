@@ -32,7 +32,7 @@ from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
 from envs.make import make, make_vector
 from offline.write import MINARI, Infos, Transitions, recipe_at, write_d4rl, write_minari
-from tools.policies import Array, Policy, RunFolder, load_policy, read_run
+from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained
 
 
 @dataclasses.dataclass
@@ -42,7 +42,8 @@ class Args:
     env: str | None = None
     """Gymnasium id of the environment. By default it is the run folder's."""
     policy: tuple[str, ...] = ()
-    """random, waypoints (maze2d), a run folder, or a Stable-Baselines3 .zip.
+    """random, waypoints (maze2d), a run folder, a file of its policy/, a name such as sac/Hopper-v4 (docs/policies.md),
+    or a Stable-Baselines3 .zip.
     Several policies share the transitions evenly."""
     replay: Path | None = None
     """Run folder, instead of --policy. All transitions in its checkpoint's replay buffer become the dataset."""
@@ -125,8 +126,8 @@ def collect(args: Args) -> None:
     log.info(f"{said}\nwritten to {args.output}")
 
 
-def _environment(args: Args, run: RunFolder | None) -> str:
-    folders = [run] if run else [read_run(Path(source)) for source in args.policy if Path(source).is_dir()]
+def _environment(args: Args, run: Trained | None) -> str:
+    folders = [run] if run else [read_trained(source) for source in args.policy if is_trained(source)]
     trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
     if run and trained_on and args.env not in (None, trained_on):
         raise InputError(f"--env is {args.env}, but the transitions in {run.path} are {trained_on}'s")
@@ -226,7 +227,7 @@ def _roll_out(
     return Transitions(*(np.concatenate([values[:count, i] for i, count in enumerate(counts)]) for values in data))
 
 
-def _replayed(run: RunFolder, env: gym.Env[Any, Any]) -> tuple[Transitions, Infos]:
+def _replayed(run: Trained, env: gym.Env[Any, Any]) -> tuple[Transitions, Infos]:
     """Return all transitions in a run's replay buffer, by environment, with the rewards that it gave.
 
     An episode ends at a stored termination. It also ends, by a time limit, if the environment's next row begins with

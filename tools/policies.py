@@ -1,4 +1,4 @@
-"""Policies that collect data: random, waypoints, a run folder's checkpoint, or a Stable-Baselines3 policy file.
+"""Policies: random, waypoints, a run's checkpoint, a policy file, or a Stable-Baselines3 file.
 
 Nothing is ever unpickled: checkpoints and policy files are read as tensors only.
 """
@@ -28,15 +28,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import checkpoint
-from common.acting import uniform_actions
+from common.acting import eval_policy, uniform_actions
 from common.errors import InputError
 from common.messages import log
-from common.run import eval_policy
+from common.policy_file import SUFFIX, load_into, read_policy
 from common.run_folder import CONFIG, has_checkpoint, read_config, state_path
 from envs.d4rl import PointMaze
 from offline.environments import environment_of
 from tools.waypoints import NOISE, Waypoints
 
+POLICIES = Path(__file__).resolve().parents[1] / "results" / "policies"  # <algorithm>/<environment>.safetensors
 Array = NDArray[Any]
 Layer = tuple[Tensor, Tensor]  # weight [out, in], bias [out]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,14 +66,23 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """Contents of a run folder: its algorithm, its arguments as stored, the state of its last checkpoint."""
+class Trained:
+    """A trained agent: its algorithm, its arguments as stored, and its state."""
 
     path: Path
     algo: str
     arguments: dict[str, Any]
-    state: dict[str, Any]
     facts: dict[str, Any]
+    state: dict[str, Any]
+    """The last checkpoint of a run folder, or the tensors of a policy file."""
+
+    def restore(self, agent: object) -> None:
+        """Give `agent`, of the same algorithm and arguments, this state. Raise InputError if it does not fit."""
+        if self.path.suffix == SUFFIX:
+            load_into(agent, self.state)
+            return
+        own = {name: value.get_state() for name, value in vars(agent).items() if isinstance(value, torch.Generator)}
+        checkpoint.restore(agent, self.state["agent"] | own)
 
 
 def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: bool) -> Policy:
@@ -81,7 +91,8 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
     `source` is one of these:
     - "random": uniform in [-1, 1], deterministic or not.
     - "waypoints": `tools.waypoints`, for maze2d.
-    - A run folder.
+    - A run folder, whose last checkpoint acts, or a file of its folder policy/.
+    - The name of a policy in results/policies, such as sac/Hopper-v4.
     - A Stable-Baselines3 .zip of SAC, TQC, TD3, DDPG, PPO or A2C.
 
     Such a .zip lacks the statistics of a VecNormalize. They are read from an export next to it (docs/data.md). It also
@@ -100,16 +111,42 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
         if not isinstance(env, PointMaze):
             raise InputError(f"waypoints is for maze2d: give --env {environment_of('maze2d-umaze-v1')} or another")
         return Policy(Waypoints(env.rows, 0.0 if deterministic else NOISE, seed), {"kind": "waypoints"})
-    if path.is_dir():
-        return _of_run(read_run(path), flatdim(env.observation_space), action_dim, seed, deterministic)
+    if is_trained(source):
+        return _of_agent(read_trained(source), flatdim(env.observation_space), action_dim, seed, deterministic)
     if path.is_file():
         return _of_stable_baselines(path, env, generator, deterministic)
     raise InputError(
-        f'{source} does not exist: give "random", "waypoints" (maze2d), a run folder, or a Stable-Baselines3 .zip'
+        f'{source} does not exist: give "random", "waypoints" (maze2d), a run folder, a policy file, '
+        "or a Stable-Baselines3 .zip"
     )
 
 
-def read_run(folder: Path) -> RunFolder:
+def is_trained(source: str) -> bool:
+    """Return whether `source` is a run folder, a policy file, or the name of one in results/policies."""
+    return Path(source).is_dir() or source.endswith(SUFFIX) or _named(source).exists()
+
+
+def _named(source: str) -> Path:
+    return POLICIES / f"{source}{SUFFIX}"
+
+
+def read_trained(source: str | Path) -> Trained:
+    """Read a run folder, a policy file, or a policy of results/policies by its name.
+
+    Raise InputError if it is missing or damaged, or if a run has no checkpoint yet.
+    """
+    path = Path(source)
+    if not path.is_dir() and _named(str(source)).exists():
+        path = _named(str(source))
+    if path.suffix != SUFFIX:
+        return read_run(path)
+    file = read_policy(path)
+    facts = {"kind": "policy file", "name": "/".join(path.resolve().parts[-3:]), "sha256": {path.name: _sha256(path)}}
+    facts |= {"algorithm": file.facts["algo"], "step": file.facts["step"]}
+    return Trained(path, file.facts["algo"], file.facts["arguments"], facts, file.tensors)
+
+
+def read_run(folder: Path) -> Trained:
     """Read a run folder. Raise InputError if it is not one, is damaged, or has no checkpoint yet."""
     if not checkpoint.exists(folder / CONFIG):
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
@@ -120,11 +157,11 @@ def read_run(folder: Path) -> RunFolder:
     sha256 = {str(path.relative_to(folder)): _sha256(path) for path in (folder / CONFIG, state_path(folder))}
     facts = {"kind": "run", "name": folder.resolve().name, "sha256": sha256}
     facts |= {"algorithm": config["algo"], "step": state["logger"]["step"]}
-    return RunFolder(folder, config["algo"], config["arguments"], state, facts)
+    return Trained(folder, config["algo"], config["arguments"], facts, state)
 
 
-def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, deterministic: bool) -> Policy:
-    """Return the policy of a run, an agent of its algorithm's module with the state of the checkpoint."""
+def _of_agent(run: Trained, obs_dim: int, action_dim: int, seed: int, deterministic: bool) -> Policy:
+    """Return the policy of a trained agent."""
     # config.json names the module to import, as an environment's entry point does: algorithms are above this module.
     try:
         if not run.algo.isidentifier():
@@ -136,8 +173,7 @@ def _of_run(run: RunFolder, obs_dim: int, action_dim: int, seed: int, determinis
         arguments |= {name: value for name, value in own_flags.items() if name in arguments}
         args, agent_class = module.Args(**arguments), getattr(module, run.algo.upper().replace("_", ""))
         agent = agent_class(args, obs_dim, action_dim, torch.device("cpu"))
-        own = {name: value.get_state() for name, value in vars(agent).items() if isinstance(value, torch.Generator)}
-        checkpoint.restore(agent, run.state["agent"] | own)
+        run.restore(agent)
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         raise InputError(f"{run.path} cannot be read by this version: {type(error).__name__} {error}") from None
     except InputError as error:

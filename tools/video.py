@@ -9,6 +9,7 @@ install.
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from common.evaluate import evaluate
 from common.messages import print_result
 from common.seeding import seeds
 from envs.make import make
-from tools.policies import load_policy, read_run
+from tools.policies import load_policy, read_trained
 
 PROBE = """
 import mujoco
@@ -48,12 +49,12 @@ Show = Callable[[], None]
 class Args:
     """Policy and output."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Run folder that has a checkpoint."""
+    policy: Annotated[str, tyro.conf.Positional]
+    """Run folder that has a checkpoint, a file of its policy/, or a name such as sac/Hopper-v4 (docs/policies.md)."""
     play: bool = False
     """Show a window instead: MuJoCo's viewer, or the environment's own."""
     output: Path | None = None
-    """The mp4 to write. By default it is <run>/video.mp4."""
+    """The mp4 to write. By default it is <run>/video.mp4, or <algorithm>-<env>.mp4 here for a policy file."""
     episodes: int = 1
     """Number of episodes to show."""
     sampled: bool = False
@@ -77,16 +78,17 @@ def watch(args: Args) -> None:
     written.
     """
     torch.set_num_threads(1)
-    run = read_run(args.run)
+    run = read_trained(args.policy)
     env_id = str(args.env or run.arguments.get("env") or "")
     if not env_id:
-        raise InputError(f"{args.run} used its dataset's environment and does not name it: give --env")
+        raise InputError(f"{args.policy} used its dataset's environment and does not name it: give --env")
     env = make(env_id, render_mode=None if args.play else "rgb_array")
     if args.play and not _is_mujoco(env):
         env = make(env_id, render_mode="human")
-    output = args.output or args.run / "video.mp4"
+    here = Path(f"{run.algo}-{re.sub('[^A-Za-z0-9_.-]+', '_', env_id)}.mp4")
+    output = args.output or (run.path / "video.mp4" if run.path.is_dir() else here)
     each = seeds(int(run.arguments["seed"]) if args.seed is None else args.seed, "evaluation", args.episodes)
-    policy = load_policy(str(args.run), env, each[0], deterministic=not args.sampled)
+    policy = load_policy(str(args.policy), env, each[0], deterministic=not args.sampled)
     with contextlib.closing(env), window(env) if args.play else mp4(env, output) as show:
         for i, seed in enumerate(each):
             try:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.report.curves import Curve, means
 from bench.report.figures import Line, colour_of, scores_figure
 from bench.report.page import Image, ends, template
 from bench.report.tables import Table, spread
 from common.errors import InputError
-from common.run_folder import CONFIG, EVALUATIONS, is_finished, read_config, read_evaluations
+from common.run_folder import CONFIG, EVALUATIONS, Curve, is_finished, means, read_config, read_evaluations
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from bench.report.curves import Curve, Curves, number_of, online, published, there
+from bench.report.curves import Curves, number_of, online, published, there
 from bench.report.intervals import (
     MIN_SEEDS_FOR_CI,
     Estimate,
@@ -20,6 +20,7 @@ from bench.report.intervals import (
     profile,
 )
 from bench.report.tables import Table, spread
+from common.run_folder import Curve
 
 STEPS = (100_000, 300_000, 1_000_000)
 Runs = dict[str, dict[str, list[float]]]  # each seed's score, by algorithm and by environment or dataset

@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from bench.report.adastop import Design, Found, Pair, Scores, decide
-from bench.report.curves import Curve, at, means
+from bench.report.curves import at
 from bench.sweep import sweep
 from bench.sweep.suite import jobs, read_suite
 from common import run_folder
@@ -27,6 +27,7 @@ from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.messages import print_result
+from common.run_folder import Curve, means
 
 Run = tuple[str, str, int]  # name, task, seed
 EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # also the .gz that bench/report/archive_run.py writes

@@ -7,7 +7,6 @@ results/wsrl, results/wsrl-longer and results/expo.
 
 import csv
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,19 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report.archive_run import Kept, kept_runs
+from common.run_folder import Curve, means
 from offline.scores import normalized, reference
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 Curves = dict[tuple[str, str], dict[str, Curve]]  # by (algorithm, environment or dataset), then by seed
-
-
-def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:
-    """Return the mean of `of` over each evaluation's episodes; a row of evaluations.csv is an episode."""
-    episodes: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        episodes[int(row["step"])].append(of(row))
-    return {step: statistics.mean(values) for step, values in episodes.items()}
 
 
 def curves_of(folder: str, curve_of: Callable[[Kept], Curve | None]) -> Curves:

@@ -16,9 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bench.report.curves import Curve, Curves, aligned, number_of
+from bench.report.curves import Curves, aligned, number_of
 from bench.report.intervals import MIN_SEEDS_FOR_CI, Estimate, Values, estimate, interquartile_mean
 from bench.sweep.suite import labels
+from common.run_folder import Curve
 
 mpl.use("Agg")
 mpl.rcParams["svg.hashsalt"] = "onramp"  # the same figure has the same bytes

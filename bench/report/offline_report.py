@@ -6,10 +6,11 @@ Scores are those of `offline.scores`, or the share of episodes that succeed, in 
 import statistics
 from collections.abc import Callable
 
-from bench.report.curves import Curve, Curves, behaviour, by_updates, minutes_per_step, scores
+from bench.report.curves import Curves, behaviour, by_updates, minutes_per_step, scores
 from bench.report.intervals import estimate, interquartile_mean, mean_difference
 from bench.report.tables import Table, spread
 from bench.sweep.suite import PEER, PEERS, labels
+from common.run_folder import Curve
 
 ALGORITHMS = labels("offline-own")
 UPDATES = (20_000, 100_000)  # the tables show the scores after these

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from bench.report import aggregates, curves, offline_report
 from bench.report.aggregates import STEPS, online_runs, only_means, profiles, reached
 from bench.report.archive_run import Kept, kept_runs
-from bench.report.curves import Curve, aligned, by_updates, number_of, online, published, scores, there
+from bench.report.curves import aligned, by_updates, number_of, online, published, scores, there
 from bench.report.figures import (
     GREY,
     Line,
@@ -29,6 +29,7 @@ from bench.report.intervals import MIN_SEEDS_FOR_CI, estimate, interquartile_mea
 from bench.report.offline_report import ALGORITHMS, UPDATES
 from bench.report.tables import Table
 from bench.sweep.suite import PEER, Planned, labels, planned
+from common.run_folder import Curve
 
 FOLDERS = ("", "offline", "online", "wsrl", "wsrl-longer", "expo", "ablations")
 ONLINE = labels("online-1m")

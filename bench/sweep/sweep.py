@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from bench.report.curves import means
 from bench.sweep.mps import shared_card
 from bench.sweep.suite import has_more_steps, jobs, read_suite
 from bench.sweep.sweep_task import Job, Outcome, facts, run
@@ -30,7 +29,7 @@ from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.messages import log, print_result
-from common.run_folder import DONE, EVALUATIONS, is_finished, read_config, read_evaluations
+from common.run_folder import DONE, EVALUATIONS, is_finished, means, read_config, read_evaluations
 
 KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
 

@@ -1,0 +1,134 @@
+"""A policy in one file: what an agent reads to act, and how it was trained.
+
+The format is safetensors. It holds tensors and text only, and reading it executes no code.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from common import checkpoint
+from common.acting import Agent
+from common.checkpoint import read_bytes, replacing, state_of
+from common.errors import InputError
+from common.evaluate import Act
+from common.run_folder import EVALUATIONS, POLICIES, means, read_evaluations
+
+SUFFIX = ".safetensors"
+FACTS = "onramp"  # the key of the facts in the file's metadata
+
+
+class PolicyFile(NamedTuple):
+    """The tensors by name, and the facts: at least "algo", "arguments", "step" and "return"."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def attributes_read(agent: Any, call: Callable[[], object]) -> set[str]:
+    """Return the names of the agent's attributes that are read during `call()`."""
+    read, own = set(), type(agent)
+
+    class Watched(own):  # type: ignore[valid-type, misc]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    agent.__class__ = Watched
+    try:
+        call()
+    finally:
+        agent.__class__ = own
+    return read
+
+
+def names_for_acting(agent: Agent, policy: Act, obs: NDArray[Any]) -> set[str]:
+    """Return the names of the attributes that acting on obs [n, obs_dim] reads, with noise and by `policy`.
+
+    The agent's generator is left as it was.
+    """
+    before = agent.generator.get_state()
+    read = attributes_read(agent, lambda: (agent.act(obs), policy(obs)))
+    agent.generator.set_state(before)
+    return read & vars(agent).keys()
+
+
+def write_policy(path: Path, agent: object, names: set[str], facts: dict[str, Any]) -> None:
+    """Write the state of these attributes of the agent, and the facts, to `path`, which is complete or absent."""
+    tensors: dict[str, Tensor] = {}
+    for name, state in state_of(agent).items():
+        if name in names and not isinstance(vars(agent)[name], torch.Generator):
+            for key, value in state.items() if isinstance(state, dict) else [("", state)]:
+                tensors[f"{name}.{key}" if key else name] = torch.as_tensor(value).detach().cpu().contiguous().clone()
+    with replacing(path) as file:
+        file.write(save(tensors, {FACTS: json.dumps(facts)}))
+
+
+class KeptPolicies:
+    """The policies in a run folder: that of the last evaluation, and the one with the highest mean return."""
+
+    def __init__(self, run: Path, facts: dict[str, Any]) -> None:
+        """`facts` are stored in each file."""
+        self._evaluations, self._folder, self._facts = run / EVALUATIONS, run / POLICIES, facts
+        self._names: set[str] = set()
+        self._best: float | None = None  # the highest mean return so far, once it is known
+
+    def keep(self, agent: Agent, policy: Act, obs: NDArray[Any], returns: list[float], step: int) -> None:
+        """Write the policy after its evaluation at `step`, which evaluations.csv has already. obs: [n, obs_dim].
+
+        Of equal returns the first is the best. A run that was killed repeats its evaluations, and so these files.
+        """
+        self._names = self._names or names_for_acting(agent, policy, obs)
+        mean = statistics.mean(returns)
+        if self._best is None:
+            before = means(read_evaluations(self._evaluations), lambda row: float(row["return"]))
+            has_file = (self._folder / f"best{SUFFIX}").exists()
+            self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
+        facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
+        self._folder.mkdir(exist_ok=True)
+        for name in ["last", "best"] if mean > self._best else ["last"]:
+            write_policy(self._folder / f"{name}{SUFFIX}", agent, self._names, facts)
+        self._best = max(mean, self._best)
+
+
+def read_policy(path: Path) -> PolicyFile:
+    """Read what `write_policy` wrote. Raises InputError if the file is missing, damaged or another program's."""
+    try:
+        data = read_bytes(path)
+        tensors = load(data)
+        size = int.from_bytes(data[:8], "little")
+        facts = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FACTS])
+        if not (isinstance(facts["algo"], str) and isinstance(facts["arguments"], dict)):
+            raise TypeError
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}") from None
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged, or not a policy of onramp: {type(error).__name__} {error}") from None
+    if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point()):
+        raise InputError(f"{path} holds weights that are not finite: give another policy")
+    return PolicyFile(tensors, facts)
+
+
+def load_into(agent: object, tensors: dict[str, Tensor]) -> None:
+    """Restore a policy's tensors into an agent of the same shapes. Raises InputError if they do not fit."""
+    state: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        name, _, rest = key.partition(".")
+        value = vars(agent).get(name)
+        if isinstance(value, nn.Module):
+            state.setdefault(name, {})[rest] = tensor
+        elif isinstance(value, np.ndarray):
+            state[name] = tensor.numpy()
+        else:
+            state[name] = tensor.item() if isinstance(value, int | float) else tensor
+    checkpoint.restore(agent, state_of(agent) | state, otherwise="give another policy")

@@ -1,0 +1,82 @@
+"""tools/evaluate.py: the table, the files, and what is refused."""
+
+import csv
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import every_algorithm, module
+
+from common.errors import InputError
+from tools.evaluate import Args, main
+
+
+def last_evaluation(folder: Path) -> list[float]:
+    rows = list(csv.DictReader((folder / "evaluations.csv").open()))
+    return [float(row["return"]) for row in rows if row["step"] == rows[-1]["step"]]
+
+
+@every_algorithm
+def test_the_first_episodes_are_those_of_the_runs_last_evaluation(algo: str, small: Callable[..., Any]) -> None:
+    folder = module(algo).train(small(algo, total_steps=60, eval_episodes=10)).folder
+    main(Args((str(folder),), episodes=13, csv=folder / "episodes.csv"))
+    rows = list(csv.DictReader((folder / "episodes.csv").open()))
+    assert [float(row["return"]) for row in rows][:10] == last_evaluation(folder)
+    assert len({row["seed"] for row in rows}) == len(rows) == 13
+
+
+def test_table_and_files(small: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each number against Python's statistics of the episodes in the CSV file."""
+    folder = module("sac").train(small(total_steps=60)).folder
+    sources = (str(folder), str(folder / "policy" / "best.safetensors"))
+    capsys.readouterr()
+    found = main(Args(sources, episodes=5, csv=tmp_path / "e.csv", json=tmp_path / "s.json"))
+    assert json.loads((tmp_path / "s.json").read_text()) == found
+    for row in found:
+        returns = [
+            float(r["return"]) for r in csv.DictReader((tmp_path / "e.csv").open()) if r["policy"] == row["policy"]
+        ]
+        assert row["mean"] == pytest.approx(statistics.mean(returns))
+        assert row["std"] == pytest.approx(statistics.pstdev(returns))
+        assert row["median"] == pytest.approx(statistics.median(returns))
+        assert (row["min"], row["max"], row["episodes"]) == (min(returns), max(returns), len(returns))
+        assert (row["length"], row["success"], row["score"]) == (200, None, None)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["policy", "step", "episodes", "mean", "std", "median", "min", "max", "length"]
+    assert [line.split()[0] for line in printed[1:]] == list(sources)
+    assert len({len(line) for line in printed}) == 1
+
+
+def test_scores_and_successes_of_an_environment_that_has_them(small: Callable[..., Any]) -> None:
+    folder = module("sac").train(small(env="AdroitHandPen-v1", total_steps=20, eval_episodes=1)).folder
+    (row,) = main(Args((str(folder),), episodes=2))
+    assert row["success"] in (0.0, 0.5, 1.0)
+    hopper = module("sac").train(small(env="Hopper-v4", total_steps=20, eval_episodes=1, run_dir=folder / "b")).folder
+    (row,) = main(Args((str(hopper),), episodes=2))
+    assert row["score"] == pytest.approx(100 * (row["mean"] + 20.272305) / (3234.3 + 20.272305))  # D4RL's constants
+
+
+def test_sampled_actions_and_another_seed_give_other_episodes(small: Callable[..., Any]) -> None:
+    folder = str(module("sac").train(small(total_steps=60)).folder)
+    means = [
+        main(Args((folder,), episodes=3, **changed))[0]["mean"] for changed in ({}, {"sampled": True}, {"seed": 9})
+    ]
+    assert len(set(means)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"policies": ()}, "no policy is given"),
+        ({"episodes": 0}, "--episodes is 0"),
+        ({"policies": ("nowhere",)}, "nowhere is not a run folder"),
+        ({"env": "Hopper-v4"}, "does not fit an environment of 11 observations"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(changed: dict[str, Any], said: str, small: Callable[..., Any]) -> None:
+    folder = str(module("sac").train(small(total_steps=60)).folder)
+    with pytest.raises(InputError, match=said):
+        main(Args(**{"policies": (folder,)} | changed))

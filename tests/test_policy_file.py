@@ -1,0 +1,122 @@
+"""Policies as files: they act as their run did, hold no more than that needs, and survive kills."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import agent_of, arguments_of, every_algorithm, flags, killed_at, module
+from safetensors.torch import save_file
+
+from common.acting import eval_policy
+from common.errors import InputError
+from common.policy_file import load_into, names_for_acting, read_policy
+from common.run_folder import means, read_evaluations
+from tools.policies import load_policy, read_trained
+
+PENDULUM = gym.make("Pendulum-v1")
+OBS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+
+
+@every_algorithm
+def test_the_last_policy_acts_as_the_run_does(algo: str, small: Callable[..., Any]) -> None:
+    """Bit for bit, in evaluations and with the noise of the same seed."""
+    folder = module(algo).train(small(algo, total_steps=100)).folder
+    file = folder / "policy" / "last.safetensors"
+    for deterministic in (True, False):
+        run, kept = (load_policy(str(source), PENDULUM, 3, deterministic) for source in (folder, file))
+        assert run(OBS).tobytes() == kept(OBS).tobytes()
+    assert kept.facts["kind"] == "policy file"
+    assert (kept.facts["algorithm"], kept.facts["step"]) == (algo, run.facts["step"])
+
+
+def networks(agent: Any) -> dict[str, torch.nn.Module]:
+    return {name: value for name, value in vars(agent).items() if isinstance(value, torch.nn.Module)}
+
+
+@every_algorithm
+def test_a_file_holds_all_that_acting_depends_on(algo: str) -> None:
+    """With other weights in the networks that are not read, and another seed's in those that are, until loaded."""
+    agent, other = agent_of(algo, action_dim=1), agent_of(algo, action_dim=1, seed=7)
+    before = agent.generator.get_state()
+    names = names_for_acting(agent, eval_policy(agent), OBS)
+    assert torch.equal(agent.generator.get_state(), before)
+    assert not any("optimizer" in name for name in names)
+    vars(other).update({"args": agent.args} if hasattr(agent, "args") else {})  # evaluations that draw have its seed
+    expected = eval_policy(agent)(OBS).tobytes()
+    for name in networks(agent).keys() - names:
+        for parameter in getattr(agent, name).parameters():
+            torch.nn.init.constant_(parameter, 7.0)
+    assert eval_policy(agent)(OBS).tobytes() == expected != eval_policy(other)(OBS).tobytes()
+    read = {name: networks(agent)[name].state_dict() for name in networks(agent).keys() & names}
+    load_into(other, {f"{name}.{key}": value for name, state in read.items() for key, value in state.items()})
+    assert eval_policy(other)(OBS).tobytes() == expected
+
+
+def test_of_sac_it_is_the_actor() -> None:
+    agent = agent_of("sac")
+    assert networks(agent).keys() & names_for_acting(agent, eval_policy(agent), OBS) == {"actor"}
+
+
+def test_best_is_the_policy_of_the_highest_mean_return(small: Callable[..., Any]) -> None:
+    folder = module("sac").train(small(total_steps=400, eval_every=50, learning_starts=50)).folder
+    curve = means(read_evaluations(folder / "evaluations.csv"), lambda row: float(row["return"]))
+    best = read_policy(folder / "policy" / "best.safetensors").facts
+    last = read_policy(folder / "policy" / "last.safetensors").facts
+    assert len(set(curve.values())) > 3
+    assert best["return"] == pytest.approx(max(curve.values()))
+    assert best["step"] == max(curve, key=lambda step: curve[step])
+    assert (last["step"], last["return"]) == (400, pytest.approx(curve[400]))
+    assert best["arguments"]["env"] == "Pendulum-v1"
+
+
+def test_kills_change_no_policy(tmp_path: Path) -> None:
+    """Also between an evaluation's row and its files, and inside a file's writing."""
+    arguments = {"total_steps": 400, "eval_every": 50, "checkpoint_every": 150, "learning_starts": 50}
+    places = [("evaluation", 3), ("rename", 4), ("fsync", 9), ("rename", 9), ("step", 170), ("rename", 7), ("end", 1)]
+    module("sac").train(module("sac").Args(**arguments_of("sac", arguments), run_dir=tmp_path / "undisturbed"))
+    killed = killed_at("sac", places, *flags("sac", **arguments, run_dir=tmp_path / "killed"))
+    assert killed.returncode == 0, killed.stderr
+    for name in ("best", "last"):
+        one, other = (
+            read_policy(tmp_path / run / "policy" / f"{name}.safetensors") for run in ("undisturbed", "killed")
+        )
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(one.tensors[key], other.tensors[key]) for key in one.tensors)
+        assert (one.facts["step"], one.facts["return"]) == (other.facts["step"], other.facts["return"])
+    assert not list((tmp_path / "killed" / "policy").glob("*.part"))
+
+
+def test_without_evaluations_there_is_no_policy_file(small: Callable[..., Any]) -> None:
+    assert not (module("sac").train(small(total_steps=60, eval_episodes=0)).folder / "policy").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "foreign", "infinite", "facts", "shape"])
+def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_path: Path) -> None:
+    folder = module("sac").train(small(total_steps=60)).folder
+    path = folder / "policy" / "last.safetensors"
+    whole, file = path.read_bytes(), read_policy(path)
+    if damage in ("cut", "empty", "text"):
+        path.write_bytes({"cut": whole[:-9], "empty": b"", "text": b"not a policy at all"}[damage])
+    else:
+        metadata = {"onramp": '{"algo": 3}'} if damage == "facts" else None
+        tensors = dict(file.tensors)
+        if damage in ("infinite", "shape"):
+            name = next(iter(tensors))
+            bad = torch.full_like(tensors[name], torch.inf) if damage == "infinite" else torch.zeros(5, 5)
+            metadata = {"onramp": json.dumps(file.facts)}
+            tensors[name] = bad
+        save_file(tensors, path, metadata)
+    with pytest.raises(InputError, match=r"damaged|not finite|does not fit"):
+        load_policy(str(path), PENDULUM, 0, deterministic=True)
+
+
+def test_a_file_that_is_missing_or_a_name_that_is_unknown(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no file"):
+        read_trained(tmp_path / "policy.safetensors")
+    with pytest.raises(InputError, match="sac/Nowhere-v0"):
+        load_policy("sac/Nowhere-v0", PENDULUM, 0, deterministic=True)

@@ -1,0 +1,150 @@
+"""Evaluate trained policies on new episodes, and print a table.
+
+    make evaluate RUN=runs/sac__Hopper-v4__1 ARGS="--episodes 100"
+    python -m tools.evaluate runs/sac__Hopper-v4__* --csv episodes.csv --json summary.json
+    python -m tools.evaluate runs/sac__Hopper-v4__1/policy/best.safetensors
+
+A run folder stands for its last checkpoint. The first episodes are those of the run's own evaluations. More episodes
+describe one policy better, but they say nothing about other seeds of the training (docs/many-runs.md).
+"""
+
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+
+from common.arguments import at_least
+from common.checkpoint import replacing
+from common.command_line import command_line
+from common.errors import InputError
+from common.evaluate import Episode, evaluate
+from common.messages import print_result
+from common.seeding import seeds
+from envs.make import make
+from offline.scores import normalized, reference
+from tools.policies import Trained, load_policy, read_trained
+
+TOGETHER = 10  # environments stepped together
+COLUMNS = ("policy", "episode", "seed", "return", "length", "success", "normalized_score")
+HEADINGS = ("policy", "step", "episodes", "mean", "std", "median", "min", "max", "length", "success", "score")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Policies and episodes."""
+
+    policies: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Run folders that have a checkpoint, files of their policy/, or names such as sac/Hopper-v4 (docs/policies.md)."""
+    episodes: int = 100
+    """Number of episodes for each policy."""
+    sampled: bool = False
+    """Act with the policy's noise. By default the policy acts as in evaluations."""
+    seed: int | None = None
+    """Seed of the episodes, used as a run uses --seed for evaluations. By default it is the run's own."""
+    env: str | None = None
+    """Environment to use instead of the run's, with the same observations and actions."""
+    csv: Path | None = None
+    """File to write with a row for each episode."""
+    json: Path | None = None
+    """File to write with the numbers of the table."""
+
+    def __post_init__(self) -> None:
+        at_least(1, episodes=self.episodes)
+        at_least(0, seed=self.seed)
+        if not self.policies:
+            raise InputError("no policy is given: give a run folder, a policy file or a name such as sac/Hopper-v4")
+
+
+def episodes_of(args: Args, trained: Trained, name: str) -> Iterator[tuple[int, Episode]]:
+    """Yield each episode of a policy with its seed. Raise InputError if the policy does not fit the environment."""
+    env_id = environment(args, trained)
+    seed = int(trained.arguments["seed"]) if args.seed is None else args.seed
+    each = seeds(seed, "evaluation", args.episodes)
+    with contextlib.ExitStack() as stack:
+        envs = [stack.enter_context(contextlib.closing(make(env_id))) for _ in range(min(TOGETHER, args.episodes))]
+        policy = load_policy(name, envs[0], seed, deterministic=not args.sampled)
+        for start in range(0, args.episodes, TOGETHER):
+            now = each[start : start + TOGETHER]
+            yield from zip(now, evaluate(policy, envs[: len(now)], now), strict=True)
+
+
+def environment(args: Args, trained: Trained) -> str:
+    """Return the environment's id. Raise InputError if it is unknown."""
+    env_id = str(args.env or trained.arguments.get("env") or "")
+    if not env_id:
+        raise InputError(f"{trained.path} used its dataset's environment and does not name it: give --env")
+    return env_id
+
+
+def summary(episodes: list[Episode], scores: list[float] | None) -> dict[str, Any]:
+    """Return the numbers of the table. The standard deviation divides by the number of episodes, as a run's does."""
+    returns = np.array([episode.return_ for episode in episodes])
+    solved = [episode.success for episode in episodes if episode.success is not None]
+    return {
+        "episodes": len(episodes),
+        "mean": float(returns.mean()),
+        "std": float(returns.std()),
+        "median": float(np.median(returns)),
+        "min": float(returns.min()),
+        "max": float(returns.max()),
+        "length": float(np.mean([episode.length for episode in episodes])),
+        "success": float(np.mean(solved)) if solved else None,
+        "score": float(np.mean(scores)) if scores else None,
+    }
+
+
+def main(args: Args) -> list[dict[str, Any]]:
+    """Evaluate all policies, print the table, write the files, and return the table's rows."""
+    torch.set_num_threads(1)
+    found, rows = [], []
+    for name in args.policies:
+        trained = read_trained(name)
+        seeds_used, episodes = zip(*episodes_of(args, trained, name), strict=True)
+        between = reference(environment(args, trained))
+        scores = normalized([e.return_ for e in episodes], between).tolist() if between else None
+        found.append({"policy": name, "step": trained.facts["step"], **summary(list(episodes), scores)})
+        for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):
+            success = "" if episode.success is None else int(episode.success)
+            rows.append((name, i, seed, episode.return_, episode.length, success, scores[i] if scores else ""))
+    print_result(table(found))
+    if args.csv:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+        with replacing(args.csv) as file:
+            file.write(text.getvalue().encode())
+    if args.json:
+        with replacing(args.json) as file:
+            file.write((json.dumps(found, indent=2) + "\n").encode())
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the rows as aligned text, without columns that are empty in all rows."""
+    headings = [name for name in HEADINGS if any(row[name] is not None for row in found)]
+    cells = [headings, *([_text(name, row[name]) for name in headings] for row in found)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *others in cells:
+        aligned = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *aligned]))
+    return "\n".join(lines)
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "success":
+        return f"{value:.0%}"
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    command_line(main, Args)
