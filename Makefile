@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare evaluate report site video play speed datasets binary d4rl d3rlpy libraries
+.PHONY: help setup train test lint bench compare evaluate export report site video play speed datasets binary d4rl d3rlpy libraries
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -40,6 +40,9 @@ compare: setup ## test whether A beats B, and run more seeds if needed (SUITE=on
 evaluate: setup ## evaluate trained policies (RUN="runs/sac__Hopper-v4__1 sac/Hopper-v4" ARGS="--episodes 100")
 	$(BIN)/python tools/evaluate.py $(RUN) $(ARGS)
 
+export: setup $(VENV)/export ## write a trained policy as an ONNX file (RUN=runs/sac__Hopper-v4__1)
+	$(BIN)/python tools/export.py $(RUN) $(ARGS)
+
 video: setup $(VENV)/video ## write an mp4 of a trained policy, also without a display (RUN=runs/sac__Hopper-v4__1)
 	$(BIN)/python tools/video.py $(RUN) $(ARGS)
 
@@ -70,8 +73,8 @@ d4rl: setup $(VENV)-d4rl/installed ## check that our D4RL reader equals D4RL's o
 libraries: setup $(VENV)-libraries/installed ## check that Minari, d3rlpy and TorchRL read what collect writes
 	$(BIN)/python bench/checks/compare_libraries.py $(ARGS)
 
-$(VENV)/video: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[video]'
+$(VENV)/video $(VENV)/export: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(notdir $@)]'
 	@touch $@
 
 $(VENV)-d4rl/installed: bench/checks/d4rl-requirements.txt

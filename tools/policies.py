@@ -112,7 +112,9 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
             raise InputError(f"waypoints is for maze2d: give --env {environment_of('maze2d-umaze-v1')} or another")
         return Policy(Waypoints(env.rows, 0.0 if deterministic else NOISE, seed), {"kind": "waypoints"})
     if is_trained(source):
-        return _of_agent(read_trained(source), flatdim(env.observation_space), action_dim, seed, deterministic)
+        trained = read_trained(source)
+        agent = load_agent(trained, flatdim(env.observation_space), action_dim, seed)
+        return Policy(eval_policy(agent) if deterministic else agent.act, trained.facts)
     if path.is_file():
         return _of_stable_baselines(path, env, generator, deterministic)
     raise InputError(
@@ -160,8 +162,8 @@ def read_run(folder: Path) -> Trained:
     return Trained(folder, config["algo"], config["arguments"], facts, state)
 
 
-def _of_agent(run: Trained, obs_dim: int, action_dim: int, seed: int, deterministic: bool) -> Policy:
-    """Return the policy of a trained agent."""
+def load_agent(run: Trained, obs_dim: int, action_dim: int, seed: int) -> Any:
+    """Return the trained agent on the CPU. `seed` sets its noise. Raise InputError if the sizes do not fit."""
     # config.json names the module to import, as an environment's entry point does: algorithms are above this module.
     try:
         if not run.algo.isidentifier():
@@ -182,7 +184,7 @@ def _of_agent(run: Trained, obs_dim: int, action_dim: int, seed: int, determinis
             f"{run.path} does not fit an environment of {obs_dim} observations and {action_dim} actions: {reason}\n"
             f"it was trained on {run.arguments.get('env')}"
         ) from None
-    return Policy(eval_policy(agent) if deterministic else agent.act, run.facts)
+    return agent
 
 
 def _of_stable_baselines(path: Path, env: gym.Env[Any, Any], generator: torch.Generator, deterministic: bool) -> Policy:

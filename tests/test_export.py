@@ -1,0 +1,138 @@
+"""tools/export.py: the file acts as the agent, alone, and is refused if it does not."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, every_algorithm, module
+
+from common.errors import InputError, RunError
+from envs.make import make
+from tools import export
+from tools.export import Args, main
+from tools.policies import load_policy
+
+needs_onnx = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")),
+    reason="ONNX is not installed: pip install -e '.[export]'",
+)
+
+
+@pytest.fixture(autouse=True)
+def few_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "OBSERVATIONS", 20)
+
+
+def run(path: Path, obs: Any, seed: int = 0) -> Any:
+    """Return the actions of the file, with noise of this seed."""
+    import onnxruntime
+
+    session, random, actions = onnxruntime.InferenceSession(path), np.random.default_rng(seed), []
+    for one in np.split(obs, len(obs)):
+        given = {"obs": one}
+        for each in session.get_inputs()[1:]:
+            draw = random.standard_normal if each.name.startswith("normal") else random.random
+            given[each.name] = draw(each.shape).astype(np.float32)
+        actions.append(session.run(None, given)[0])
+    return np.concatenate(actions)
+
+
+@needs_onnx
+@every_algorithm
+def test_the_file_acts_as_the_agent_in_the_environments_units(algo: str, small: Callable[..., Any]) -> None:
+    """Against the policy of tools.policies and Gymnasium's own RescaleAction, if evaluations draw nothing."""
+    folder = module(algo).train(small(algo, total_steps=60)).folder
+    path = main(Args(str(folder), env="Pendulum-v1"))
+    obs = np.random.default_rng(1).normal(size=(30, 3)).astype(np.float32)
+    actions = run(path, obs)
+    assert (np.abs(actions) <= 2 + 1e-6).all()
+    policy, rescaled = load_policy(str(folder), make("Pendulum-v1"), 0, deterministic=True), gym.make("Pendulum-v1")
+    to_box = gym.wrappers.RescaleAction(rescaled, np.float32(-1), np.float32(1)).action
+    if np.array_equal(policy(obs), policy(obs)):  # no draws
+        np.testing.assert_allclose(actions, np.stack([to_box(a) for a in policy(obs)]), atol=2e-5)
+        assert np.array_equal(actions, run(path, obs, seed=5))
+    else:
+        assert not np.array_equal(actions, run(path, obs, seed=5))
+
+
+@needs_onnx
+def test_the_example_of_the_docs_runs_without_this_repository(small: Callable[..., Any], tmp_path: Path) -> None:
+    folder = module("sac").train(small(env="InvertedPendulum-v5", total_steps=60)).folder
+    main(Args(str(folder), output=tmp_path / "alone" / "policy.onnx"))
+    page = (ROOT / "docs" / "policies.md").read_text()
+    (example,) = re.findall(r"```python\n(import gymnasium.*?)```", page, re.DOTALL)
+    (tmp_path / "alone" / "example.py").write_text("import sys\nsys.modules['torch'] = None\n" + example)
+    line = [sys.executable, "-I", "example.py"]
+    done = subprocess.run(line, cwd=tmp_path / "alone", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+@needs_onnx
+def test_a_sampled_policy_takes_its_noise(small: Callable[..., Any]) -> None:
+    """SAC's action is tanh(μ + σ ε) of the ε that is given."""
+    folder = module("sac").train(small(total_steps=60)).folder
+    path = main(Args(str(folder), sampled=True))
+    agent = load_policy(str(folder), make("Pendulum-v1"), 0, deterministic=False).act.__self__  # type: ignore[attr-defined]
+    obs = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
+    epsilon = np.random.default_rng(0).standard_normal((5, 1)).astype(np.float32)
+    with torch.no_grad():
+        mean, log_std = agent.actor.net(torch.from_numpy(obs)).chunk(2, dim=-1)
+        expected = 2.0 * torch.tanh(mean + log_std.clamp(-20, 2).exp() * torch.from_numpy(epsilon))
+    np.testing.assert_allclose(run(path, obs), expected.numpy(), atol=1e-5)
+
+
+@needs_onnx
+def test_a_file_that_acts_otherwise_is_not_written(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = module("sac").train(small(total_steps=60)).folder
+    original = export.to_onnx
+
+    def changed(exported: Any, *rest: Any) -> bytes:
+        exported.middle += 1e-3
+        data = original(exported, *rest)
+        exported.middle -= 1e-3
+        return data
+
+    monkeypatch.setattr(export, "to_onnx", changed)
+    with pytest.raises(RunError, match="differs from the agent by"):
+        main(Args(str(folder)))
+    assert not (folder / "policy.onnx").exists()
+
+
+@needs_onnx
+def test_torchscript_is_written_if_onnx_cannot_express_a_policy(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = module("sac").train(small(total_steps=60)).folder
+
+    def fail(*_: Any) -> bytes:
+        raise RuntimeError("an operation is unknown")
+
+    monkeypatch.setattr(export, "to_onnx", fail)
+    path = main(Args(str(folder)))
+    assert path == folder / "policy.pt"
+    assert "warning: ONNX cannot express this policy" in capsys.readouterr().err
+    obs = torch.randn(1, 3)
+    policy = load_policy(str(folder), make("Pendulum-v1"), 0, deterministic=True)
+    torch.testing.assert_close(torch.jit.load(path)(obs), 2.0 * torch.from_numpy(policy(obs.numpy())))
+
+
+def test_a_missing_package_is_named(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"export needs onnx, onnxscript, onnxruntime: .*\.\[export\]"):
+        main(Args("nowhere"))
+
+
+@needs_onnx
+def test_a_policy_whose_environment_is_unknown_or_does_not_fit(small: Callable[..., Any]) -> None:
+    folder = module("sac").train(small(total_steps=60)).folder
+    with pytest.raises(InputError, match="does not fit an environment of 11 observations"):
+        main(Args(str(folder), env="Hopper-v4"))
