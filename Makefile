@@ -37,17 +37,17 @@ bench: setup ## run a suite of algorithms, tasks and seeds in parallel (SUITE=sm
 compare: setup ## test whether A beats B, and run more seeds if needed (SUITE=online-1m ARGS="--names sac td3")
 	$(BIN)/python bench/report/compare.py $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
-evaluate: setup ## evaluate trained policies (RUN="runs/sac__Hopper-v4__1 sac/Hopper-v4" ARGS="--episodes 100")
-	$(BIN)/python tools/evaluate.py $(RUN) $(ARGS)
+evaluate: setup ## evaluate trained policies (RUN=runs/sac__Hopper-v4__1 or POLICY=sac/Hopper-v4)
+	$(BIN)/python tools/evaluate.py $(RUN) $(POLICY) $(ARGS)
 
 export: setup $(VENV)/export ## write a trained policy as an ONNX file (RUN=runs/sac__Hopper-v4__1)
-	$(BIN)/python tools/export.py $(RUN) $(ARGS)
+	$(BIN)/python tools/export.py $(RUN) $(POLICY) $(ARGS)
 
 video: setup $(VENV)/video ## write an mp4 of a trained policy, also without a display (RUN=runs/sac__Hopper-v4__1)
-	$(BIN)/python tools/video.py $(RUN) $(ARGS)
+	$(BIN)/python tools/video.py $(RUN) $(POLICY) $(ARGS)
 
 play: setup ## show a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
-	$(BIN)/python tools/video.py $(RUN) --play $(ARGS)
+	$(BIN)/python tools/video.py $(RUN) $(POLICY) --play $(ARGS)
 
 report: setup ## make results/report.html, tables and figures from the raw data in results/ (your own runs: RUNS=runs)
 	$(BIN)/python bench/report/report.py $(if $(RUNS),--runs $(RUNS)) $(ARGS)

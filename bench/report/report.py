@@ -34,10 +34,11 @@ from bench.report.offline_report import (
     wsrl_table,
 )
 from bench.report.page import whole_page
-from bench.report.tables import Table
+from bench.report.tables import Table, spread
 from bench.speed.interleaved_timing import read_rounds
 from common.command_line import command_line
 from common.messages import print_result
+from common.policy_file import SUFFIX, read_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -160,11 +161,24 @@ def loading_table() -> Table:
     return table
 
 
+def policies_table() -> Table:
+    """Return a row for each policy in results/policies."""
+    table = Table(("name", "steps", "return", "seed", "chosen from", "products"))
+    for path in sorted((RESULTS / "policies").glob(f"*/*{SUFFIX}")):
+        facts = read_policy(path).facts
+        name = path.relative_to(RESULTS / "policies").with_suffix("")
+        chosen_from = ", ".join(f"{mean:,.0f}" for _, mean in facts["chosen_from"])
+        seed, products = (str(facts["arguments"][key]) for key in ("seed", "products"))
+        table.rows.append([f"`{name}`", f"{facts['step']:,}", spread(facts["returns"]), seed, chosen_from, products])
+    return table
+
+
 TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "README.md": {
         "algorithms": algorithms_table,
     },
     "docs/results.md": {"learning": learning_table},
+    "docs/policies.md": {"policies": policies_table},
     "docs/speed.md": {
         "speed": speed_table,
         "offline speed": partial(speed_beside, "d3rlpy"),

@@ -1,0 +1,78 @@
+"""Keep the best of several runs' last policies in results/policies, where its name is enough to use it.
+
+    python -m tools.keep_policy sac/Hopper-v4 runs/sac__Hopper-v4__1 runs/sac__Hopper-v4__2 runs/sac__Hopper-v4__3
+
+The best is the one with the highest mean return over 20 episodes. It is then evaluated on 100 other episodes, because
+the highest of several means is too high. The file has these returns, and what it was chosen from.
+"""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from gymnasium.spaces import flatdim
+
+from common.acting import eval_policy
+from common.command_line import command_line
+from common.errors import InputError
+from common.evaluate import evaluate
+from common.messages import print_result
+from common.policy_file import SUFFIX, names_for_acting, write_policy
+from common.seeding import seeds
+from envs.make import make
+from tools.evaluate import TOGETHER
+from tools.policies import POLICIES, Trained, load_agent, read_trained
+
+TO_CHOOSE, TO_REPORT = (1_000_001, 20), (1_000_002, 100)  # seed and number of episodes; no training uses these seeds
+
+
+@dataclass(frozen=True)
+class Args:
+    name: Annotated[str, tyro.conf.Positional]
+    """Name of the policy: <algorithm>/<environment>."""
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Runs of the same algorithm and environment, or policy files."""
+
+
+def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
+    """Return the returns of evaluation episodes with this seed, in the run's environment."""
+    envs = [make(run.arguments["env"]) for _ in range(min(TOGETHER, episodes))]
+    sizes = flatdim(envs[0].observation_space), flatdim(envs[0].action_space)
+    policy = eval_policy(load_agent(run, *sizes, run.arguments["seed"]))
+    each = seeds(seed, "kept", episodes)
+    found: list[float] = []
+    for start in range(0, episodes, TOGETHER):
+        now = each[start : start + TOGETHER]
+        found += [episode.return_ for episode in evaluate(policy, envs[: len(now)], now)]
+    return found
+
+
+def main(args: Args) -> Path:
+    """Write the policy and return its file. Raise InputError if the runs are of another algorithm or environment."""
+    torch.set_num_threads(1)
+    runs = [read_trained(source) for source in args.runs]
+    for run in runs:
+        if (made := f"{run.algo}/{run.arguments['env']}") != args.name:
+            raise InputError(f"{run.path} is a policy of {made}: give runs of {args.name}")
+    means = [statistics.mean(returns_of(run, *TO_CHOOSE)) for run in runs]
+    best = runs[means.index(max(means))]
+    returns = returns_of(best, *TO_REPORT)
+    env = make(best.arguments["env"])
+    obs = env.reset(seed=0)[0][None]
+    agent = load_agent(best, obs.shape[1], flatdim(env.action_space), best.arguments["seed"])
+    chosen_from = [[run.arguments["seed"], mean] for run, mean in zip(runs, means, strict=True)]
+    mean = statistics.mean(returns)
+    facts = {"algo": best.algo, "arguments": best.arguments | {"run_dir": None}, "obs_dim": obs.shape[1],
+             "step": best.facts["step"], "return": mean, "returns": returns, "chosen_from": chosen_from}  # fmt: skip
+    path = POLICIES / f"{args.name}{SUFFIX}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_policy(path, agent, names_for_acting(agent, eval_policy(agent), obs), facts)
+    print_result(f"seed {best.arguments['seed']}, {mean:,.1f} over {len(returns)} episodes, in {path}")
+    return path
+
+
+if __name__ == "__main__":
+    command_line(main, Args)
