@@ -151,7 +151,7 @@ def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> 
     return value
 
 
-def label(args: "RunArgs") -> str:
+def label_of(args: "RunArgs") -> str:
     """Return the flags that differ from their defaults, for the run's name: "actor-lr-0.0003_no-layer-norm".
 
     Task and seed are left out, which the name states itself, as are `MAY_DIFFER` and what a resumed run may increase.
@@ -181,6 +181,7 @@ class RunArgs:
     """Arguments of every algorithm."""
 
     extendable: ClassVar[tuple[str, ...]] = ()  # arguments that may be larger when a run is resumed
+    _label: ClassVar[str | None] = None  # of the arguments before others were filled in
     worth_compiling: ClassVar[int] = 200_000  # steps that save the time of compiling (docs/cpu.md)
     switch_step: ClassVar[int | None] = None  # the last step on a dataset alone, with an evaluation on both sides
 
@@ -239,12 +240,16 @@ class RunArgs:
                 setattr(self, name, checked(f"--{name.replace('_', '-')}", value, bare, *bounds))
         if self.run_name is not None and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.run_name):
             raise InputError(f"--run-name is {self.run_name!r}: give letters, digits, '_', '-' and '.'")
-        self.label = label(self)
+
+    @property
+    def label(self) -> str:
+        """The flags that differ from their defaults, for the run's name (`label_of`)."""
+        return label_of(self) if self._label is None else self._label
 
     def filled_in(self, **values: Any) -> Self:
         """Return a copy with values that no flag gave, which therefore leave the run's name unchanged."""
         filled = dataclasses.replace(self, **values)
-        filled.label = self.label
+        vars(filled)["_label"] = self.label
         return filled
 
 

@@ -387,7 +387,7 @@ def test_config_tells_what_made_the_run(small, algo: str):
     module(algo).train(small(algo, total_steps=60))
     config = json.loads((small().run_dir / "config.json").read_text())
     assert config["arguments"]["hidden"] == [16, 16]
-    assert config["arguments"].keys() == vars(small(algo)).keys()
+    assert config["arguments"].keys() == {field.name for field in dataclasses.fields(small(algo))}
     assert {"python", "torch", "gymnasium", "mujoco", "numpy"} <= config["versions"].keys()
     assert config["hardware"].keys() == {"cpu", "cores", "threads", "gpu"}
     assert config["commit"]

@@ -10,6 +10,7 @@ All of them come from the raw data in results/ alone.
 import ast
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
+from scipy import stats
 
 from bench.pages.code_links import with_links
 from bench.pages.runs_page import runs_page
@@ -173,11 +175,33 @@ def policies_table() -> Table:
     return table
 
 
+def products_table() -> Table:
+    """Return the means over all evaluations of SAC and TD3 with products in float32 and in bfloat16, by seed.
+
+    The last column is bfloat16 minus float32, with Welch's 95 % interval.
+    """
+    table, curves = Table(("", "float32", "bfloat16", "difference")), online("ablations")
+    for algo, env in sorted(
+        (name.removesuffix("-bfloat16"), env) for name, env in curves if name.endswith("-bfloat16")
+    ):
+        forms = [curves[f"{algo}-{form}", env] for form in ("recorded", "bfloat16")]
+        last = min(max(curve) for runs in forms for curve in runs.values())
+        means = [[statistics.mean(m for at, m in c.items() if at <= last) for c in runs.values()] for runs in forms]
+        welch = stats.ttest_ind(means[1], means[0], equal_var=False).confidence_interval(0.95)
+        difference = statistics.mean(means[1]) - statistics.mean(means[0])
+        cells = [", ".join(f"{mean:,.0f}" for mean in each) for each in means]
+        table.rows.append(
+            [f"{algo.upper()}, {env}", *cells, f"{difference:,.0f} ({welch.low:,.0f} to {welch.high:,.0f})"]
+        )
+    return table
+
+
 TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "README.md": {
         "algorithms": algorithms_table,
     },
     "docs/results.md": {"learning": learning_table},
+    "docs/cpu.md": {"products": products_table},
     "docs/policies.md": {"policies": policies_table},
     "docs/speed.md": {
         "speed": speed_table,

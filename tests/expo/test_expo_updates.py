@@ -187,7 +187,12 @@ def test_presets_fill_what_is_left_open(domain: str, size: str) -> None:
     assert PRESETS[domain].keys() == PRESETS["locomotion"].keys()
     assert SIZES[size].keys() == SIZES["paper"].keys()
     args = Args(dataset="none.hdf5", online_steps=1, **PRESETS[domain], **SIZES[size])
-    assert {name for name, value in vars(args).items() if value is None} == {"run_dir", "init_from", "horizon"}
+    assert {name for name, value in vars(args).items() if value is None} == {
+        "run_name",
+        "run_dir",
+        "init_from",
+        "horizon",
+    }
     assert {name for name, value in vars(args).items() if isinstance(value, Unset)} == {"overlap", "compile"}
 
 
