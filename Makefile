@@ -38,16 +38,16 @@ compare: setup ## test whether A beats B, and run more seeds if needed (SUITE=on
 	$(BIN)/python bench/report/compare.py $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
 evaluate: setup ## evaluate trained policies (RUN=runs/sac__Hopper-v4__1 or POLICY=sac/Hopper-v4)
-	$(BIN)/python tools/evaluate.py $(RUN) $(POLICY) $(ARGS)
+	$(BIN)/python tools/evaluate.py $(or $(POLICY),$(RUN)) $(ARGS)
 
 export: setup $(VENV)/export ## write a trained policy as an ONNX file (RUN=runs/sac__Hopper-v4__1)
-	$(BIN)/python tools/export.py $(RUN) $(POLICY) $(ARGS)
+	$(BIN)/python tools/export.py $(or $(POLICY),$(RUN)) $(ARGS)
 
 video: setup $(VENV)/video ## write an mp4 of a trained policy, also without a display (RUN=runs/sac__Hopper-v4__1)
-	$(BIN)/python tools/video.py $(RUN) $(POLICY) $(ARGS)
+	$(BIN)/python tools/video.py $(or $(POLICY),$(RUN)) $(ARGS)
 
 play: setup ## show a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4__1)
-	$(BIN)/python tools/video.py $(RUN) $(POLICY) --play $(ARGS)
+	$(BIN)/python tools/video.py $(or $(POLICY),$(RUN)) --play $(ARGS)
 
 report: setup ## make results/report.html, tables and figures from the raw data in results/ (your own runs: RUNS=runs)
 	$(BIN)/python bench/report/report.py $(if $(RUNS),--runs $(RUNS)) $(ARGS)
