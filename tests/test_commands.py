@@ -120,7 +120,7 @@ def test_a_training_of_the_docs_runs(command: str, tmp_path: Path):
     assert len(result.episodes) == args.eval_episodes
 
 
-def continued() -> list[tuple[str, str]]:
+def that_start_from_runs() -> list[tuple[str, str]]:
     """Return each training that starts from another run, and the command of the same page that makes that run.
 
     If the page has no such command, it is the algorithm that the run's name begins with.
@@ -136,7 +136,7 @@ def continued() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "before"), continued())
+@pytest.mark.parametrize(("command", "before"), that_start_from_runs())
 def test_a_training_of_the_docs_that_starts_from_a_run_runs(command: str, before: str, tmp_path: Path):
     """After a short form of the run that it starts from."""
     _, program, *flags = shlex.split(before)
@@ -178,7 +178,7 @@ def test_another_command_of_the_docs_runs(command: str, tmp_path: Path, capsys: 
         assert "algos/" in capsys.readouterr().out
 
 
-def of(*programs: str) -> list[str]:
+def that_take_runs(*programs: str) -> list[str]:
     """Return the distinct commands that run these programs and need runs, as a program's path and its flags."""
     found = []
     for _, command in commands():
@@ -188,7 +188,9 @@ def of(*programs: str) -> list[str]:
     return sorted(set(found) - set(others()))
 
 
-@pytest.mark.parametrize("command", [c for c in of("video.py", "collect.py", "archive_run.py") if "--play" not in c])
+@pytest.mark.parametrize(
+    "command", [c for c in that_take_runs("video.py", "collect.py", "archive_run.py") if "--play" not in c]
+)
 def test_a_command_of_the_docs_that_takes_a_run_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With the run of 100 steps; the video without imageio-ffmpeg."""
     program, *flags = shlex.split(command)
@@ -208,7 +210,7 @@ def test_a_command_of_the_docs_that_takes_a_run_runs(command: str, tmp_path: Pat
         assert (output / "evaluations.csv.gz").exists()
 
 
-@pytest.mark.parametrize("command", of("compare.py"))
+@pytest.mark.parametrize("command", that_take_runs("compare.py"))
 def test_a_comparison_of_the_docs_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """On results/, on two runs, or, with a suite, up to the runs that it would make."""
     program, *flags = shlex.split(command)
@@ -227,7 +229,7 @@ def test_a_comparison_of_the_docs_runs(command: str, tmp_path: Path, capsys: pyt
     assert "sac against td3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [c for c in of("report.py") if "--runs" in c])
+@pytest.mark.parametrize("command", [c for c in that_take_runs("report.py") if "--runs" in c])
 def test_a_report_of_own_runs_is_made(command: str, tmp_path: Path):
     program, *flags = shlex.split(command)
     report: Any = imported(ROOT / program)

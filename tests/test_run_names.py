@@ -15,12 +15,12 @@ from common.run import name_and_folder
 from offline.offline_to_online import with_presets
 
 
-def of(algo: str, **changed: Any) -> Any:
+def args_of(algo: str, **changed: Any) -> Any:
     return module(algo).Args(**({"dataset": str(PENDULUM)} if algo in OFFLINE else {}) | changed)
 
 
 def name(algo: str, **changed: Any) -> str:
-    return name_and_folder(algo, of(algo, **changed))[0]
+    return name_and_folder(algo, args_of(algo, **changed))[0]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def name(algo: str, **changed: Any) -> str:
 )
 def test_the_name_states_what_differs_from_the_defaults(changed: dict[str, Any], expected: str) -> None:
     assert name("sac", **changed) == expected
-    assert name_and_folder("sac", of("sac", **changed))[1] == Path("runs") / expected
-    assert name_and_folder("sac", of("sac", **changed | {"run_dir": "there"}))[1] == Path("there")
+    assert name_and_folder("sac", args_of("sac", **changed))[1] == Path("runs") / expected
+    assert name_and_folder("sac", args_of("sac", **changed | {"run_dir": "there"}))[1] == Path("there")
 
 
 def values_of(algo: str, field: Any) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def values_of(algo: str, field: Any) -> list[dict[str, Any]]:
     found = []
     for value in candidates:
         try:
-            args = of(algo, **{field.name: value})
+            args = args_of(algo, **{field.name: value})
         except InputError:
             continue
         if getattr(args, field.name) not in (field.default, *(f[field.name] for f in found)):
@@ -58,7 +58,7 @@ def values_of(algo: str, field: Any) -> list[dict[str, Any]]:
 @every_algorithm
 def test_every_flag_that_changes_a_run_changes_its_name(algo: str) -> None:
     """As does another value of it. What a resumed run may increase, and what changes nothing, does not."""
-    plain, args = name(algo), of(algo)
+    plain, args = name(algo), args_of(algo)
     kept = {*MAY_DIFFER, *args.extendable}
     for field in dataclasses.fields(args):
         found = values_of(algo, field)
@@ -75,9 +75,9 @@ def test_every_flag_that_changes_a_run_changes_its_name(algo: str) -> None:
 def test_labels_are_short_and_differ() -> None:
     """Long ones end in a hash, as do those of characters that a file system may refuse."""
     long = {"actor_lr": 3e-4, "critic_lr": 3e-4, "alpha_lr": 3e-4, "batch_size": 512, "utd": 2}
-    labels = [of("sac", **long | {"buffer_size": size}).label for size in range(1_000, 1_200)]
-    labels += [of("cql", init_from=path).label for path in ("a/b", "a-b", "a b", "ä", "b_tau-0.1")]
-    labels.append(of("cql", init_from="b", tau=0.1).label)
+    labels = [args_of("sac", **long | {"buffer_size": size}).label for size in range(1_000, 1_200)]
+    labels += [args_of("cql", init_from=path).label for path in ("a/b", "a-b", "a b", "ä", "b_tau-0.1")]
+    labels.append(args_of("cql", init_from="b", tau=0.1).label)
     assert len(set(labels)) == len(labels)
     for label in labels:
         assert len(label) <= LONGEST_LABEL
@@ -88,7 +88,7 @@ def test_labels_are_short_and_differ() -> None:
 @pytest.mark.parametrize("algo", OFFLINE)
 def test_presets_are_not_part_of_the_name(algo: str) -> None:
     """A preset that changes in a later version then finds the same folder, and is refused there in words."""
-    args = of(algo, online_steps=10)
+    args = args_of(algo, online_steps=10)
     tables = vars(module(algo))
     by_size = tables.get("SIZES", {}).get(getattr(args, "size", ""), {})
     filled = with_presets(args, {domain: values | by_size for domain, values in tables.get("PRESETS", {}).items()})
@@ -99,7 +99,7 @@ def test_presets_are_not_part_of_the_name(algo: str) -> None:
 @pytest.mark.parametrize("given", ["", "a/b", "..", ".x", "a b"])
 def test_a_run_name_is_one_folder(given: str) -> None:
     with pytest.raises(InputError, match="--run-name is"):
-        of("sac", run_name=given)
+        args_of("sac", run_name=given)
 
 
 def test_two_experiments_get_two_folders(small: Callable[..., Any], tmp_path: Path) -> None:
@@ -129,5 +129,5 @@ def test_a_finished_offline_run_that_shall_continue_online_names_init_from(small
 def test_pairs_of_flags_do_not_collide() -> None:
     changes = [{"tau": 0.1}, {"gamma": 0.1}, {"actor_lr": 0.1}, {"hidden": (1, 0 + 1)}, {"hidden": (11,)}]
     changes += [a | b for a, b in itertools.combinations(changes, 2)]
-    labels = [of("sac", **changed).label for changed in changes]
+    labels = [args_of("sac", **changed).label for changed in changes]
     assert len(set(labels)) == len({tuple(sorted(changed.items())) for changed in changes})

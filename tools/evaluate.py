@@ -65,7 +65,7 @@ class Args:
 
 def episodes_of(args: Args, trained: Trained, name: str) -> Iterator[tuple[int, Episode]]:
     """Yield each episode of a policy with its seed. Raise InputError if the policy does not fit the environment."""
-    env_id = environment(args, trained)
+    env_id = trained.environment(args.env)
     seed = int(trained.arguments["seed"]) if args.seed is None else args.seed
     each = seeds(seed, "evaluation", args.episodes)
     with contextlib.ExitStack() as stack:
@@ -74,14 +74,6 @@ def episodes_of(args: Args, trained: Trained, name: str) -> Iterator[tuple[int, 
         for start in range(0, args.episodes, TOGETHER):
             now = each[start : start + TOGETHER]
             yield from zip(now, evaluate(policy, envs[: len(now)], now), strict=True)
-
-
-def environment(args: Args, trained: Trained) -> str:
-    """Return the environment's id. Raise InputError if it is unknown."""
-    env_id = str(args.env or trained.arguments.get("env") or "")
-    if not env_id:
-        raise InputError(f"{trained.path} used its dataset's environment and does not name it: give --env")
-    return env_id
 
 
 def summary(episodes: list[Episode], scores: list[float] | None) -> dict[str, Any]:
@@ -108,7 +100,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     for name in args.policies:
         trained = read_trained(name)
         seeds_used, episodes = zip(*episodes_of(args, trained, name), strict=True)
-        between = reference(environment(args, trained))
+        between = reference(trained.environment(args.env))
         scores = normalized([e.return_ for e in episodes], between).tolist() if between else None
         found.append({"policy": name, "step": trained.facts["step"], **summary(list(episodes), scores)})
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):

@@ -12,7 +12,6 @@ import importlib.util
 import io
 import json
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,15 +109,12 @@ def main(args: Args) -> Path:
         raise InputError(f"export needs {', '.join(missing)}: make export installs them, or pip install -e '.[export]'")
     torch.set_num_threads(1)
     trained = read_trained(args.policy)
-    env_id = str(args.env or trained.arguments.get("env") or "")
-    if not env_id:
-        raise InputError(f"{trained.path} used its dataset's environment and does not name it: give --env")
+    env_id = trained.environment(args.env)
     box = action_box(env_id)
     obs = observations(env_id, int(trained.arguments["seed"]))
     agent = load_agent(trained, obs.shape[1], box.shape[0], 0)
     module = Exported(agent, box.low, box.high, args.sampled).eval()
-    name = f"{trained.algo}-{re.sub('[^A-Za-z0-9_.-]+', '_', env_id)}.onnx"
-    output = args.output or (trained.path / "policy.onnx" if trained.path.is_dir() else Path(name))
+    output = args.output or trained.output("policy.onnx", env_id)
     try:
         data = to_onnx(module, obs, facts_of(trained, env_id))
     except (RuntimeError, TypeError, NotImplementedError, torch.onnx.errors.OnnxExporterError) as error:

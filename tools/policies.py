@@ -76,6 +76,19 @@ class Trained:
     state: dict[str, Any]
     """The last checkpoint of a run folder, or the tensors of a policy file."""
 
+    def environment(self, env: str | None) -> str:
+        """Return `env`, by default the id that it was trained on. Raise InputError if that is unknown."""
+        env_id = str(env or self.arguments.get("env") or "")
+        if not env_id:
+            raise InputError(f"{self.path} used its dataset's environment and does not name it: give --env")
+        return env_id
+
+    def output(self, name: str, env_id: str) -> Path:
+        """Return <run>/`name`, or for a policy file <algorithm>-<env> with `name`'s suffix, in the current folder."""
+        if self.path.is_dir():
+            return self.path / name
+        return Path(f"{self.algo}-{re.sub('[^A-Za-z0-9_.-]+', '_', env_id)}{Path(name).suffix}")
+
     def restore(self, agent: object) -> None:
         """Give `agent`, of the same algorithm and arguments, this state. Raise InputError if it does not fit."""
         if self.path.suffix == SUFFIX:

@@ -9,7 +9,6 @@ install.
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -79,14 +78,11 @@ def watch(args: Args) -> None:
     """
     torch.set_num_threads(1)
     run = read_trained(args.policy)
-    env_id = str(args.env or run.arguments.get("env") or "")
-    if not env_id:
-        raise InputError(f"{args.policy} used its dataset's environment and does not name it: give --env")
+    env_id = run.environment(args.env)
     env = make(env_id, render_mode=None if args.play else "rgb_array")
     if args.play and not _is_mujoco(env):
         env = make(env_id, render_mode="human")
-    here = Path(f"{run.algo}-{re.sub('[^A-Za-z0-9_.-]+', '_', env_id)}.mp4")
-    output = args.output or (run.path / "video.mp4" if run.path.is_dir() else here)
+    output = args.output or run.output("video.mp4", env_id)
     each = seeds(int(run.arguments["seed"]) if args.seed is None else args.seed, "evaluation", args.episodes)
     policy = load_policy(str(args.policy), env, each[0], deterministic=not args.sampled)
     with contextlib.closing(env), window(env) if args.play else mp4(env, output) as show:
