@@ -22,7 +22,7 @@ from common.acting import Agent
 from common.checkpoint import read_bytes, replacing, state_of
 from common.errors import InputError
 from common.evaluate import Act
-from common.run_folder import EVALUATIONS, POLICIES, means, read_evaluations
+from common.run_folder import EVALUATIONS, POLICY_FOLDER, mean_by_step, read_evaluations
 
 SUFFIX = ".safetensors"
 FACTS = "onramp"  # the key of the facts in the file's metadata
@@ -79,7 +79,7 @@ class KeptPolicies:
 
     def __init__(self, run: Path, facts: dict[str, Any]) -> None:
         """`facts` are stored in each file."""
-        self._evaluations, self._folder, self._facts = run / EVALUATIONS, run / POLICIES, facts
+        self._evaluations, self._folder, self._facts = run / EVALUATIONS, run / POLICY_FOLDER, facts
         self._names: set[str] = set()
         self._best: float | None = None  # the highest mean return so far, once it is known
 
@@ -91,7 +91,7 @@ class KeptPolicies:
         self._names = self._names or names_for_acting(agent, policy, obs)
         mean = statistics.mean(returns)
         if self._best is None:
-            before = means(read_evaluations(self._evaluations), lambda row: float(row["return"]))
+            before = mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
             has_file = (self._folder / f"best{SUFFIX}").exists()
             self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}

@@ -20,7 +20,7 @@ from common.evaluate import Episode
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
 LOCK = ".lock"
-POLICIES = "policy"  # folder of best.safetensors and last.safetensors
+POLICY_FOLDER = "policy"  # folder of best.safetensors and last.safetensors
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 
 
@@ -67,7 +67,7 @@ def read_evaluations(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(data.decode(), newline="")))
 
 
-def means(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:
+def mean_by_step(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:
     """Return the mean of `of` over each evaluation's episodes; a row of evaluations.csv is an episode."""
     episodes: dict[int, list[float]] = defaultdict(list)
     for row in rows:

@@ -106,7 +106,10 @@ def test_a_return_that_is_not_finite_is_named():
 
 def test_side_by_side_equals_one_by_one():
     """And raw rewards are reported, undiscounted: Hopper ends early under these actions, each episode elsewhere."""
-    act = lambda obs: np.tanh(obs[:, :3]).astype(np.float32)  # noqa: E731
+
+    def act(obs: Any) -> Any:
+        return np.tanh(obs[:, :3]).astype(np.float32)
+
     together = evaluate(act, [make("Hopper-v4") for _ in range(4)], [1, 2, 3, 4])
     for seed, episode in zip([1, 2, 3, 4], together, strict=True):
         env = make("Hopper-v4")
@@ -120,5 +123,8 @@ def test_side_by_side_equals_one_by_one():
 
 def test_evaluating_again_gives_the_same():
     envs = [make("Pendulum-v1") for _ in range(3)]
-    act = lambda obs: -obs[:, :1]  # noqa: E731
+
+    def act(obs: Any) -> Any:
+        return -obs[:, :1]
+
     assert evaluate(act, envs, [5, 6, 7]) == evaluate(act, envs, [5, 6, 7])

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from common.acting import eval_policy
 from common.errors import InputError
 from common.policy_file import load_into, names_for_acting, read_policy
-from common.run_folder import means, read_evaluations
+from common.run_folder import mean_by_step, read_evaluations
 from tools.policies import load_policy, read_trained
 
 PENDULUM = gym.make("Pendulum-v1")
@@ -64,7 +64,7 @@ def test_of_sac_it_is_the_actor() -> None:
 
 def test_best_is_the_policy_of_the_highest_mean_return(small: Callable[..., Any]) -> None:
     folder = module("sac").train(small(total_steps=400, eval_every=50, learning_starts=50)).folder
-    curve = means(read_evaluations(folder / "evaluations.csv"), lambda row: float(row["return"]))
+    curve = mean_by_step(read_evaluations(folder / "evaluations.csv"), lambda row: float(row["return"]))
     best = read_policy(folder / "policy" / "best.safetensors").facts
     last = read_policy(folder / "policy" / "last.safetensors").facts
     assert len(set(curve.values())) > 3

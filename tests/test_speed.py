@@ -298,7 +298,7 @@ def test_nothing_is_left_after_an_exception() -> None:
     assert not error.value.args[0].exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
     ours = [sys.executable, "-c", TICK.replace("sys.argv[1]", "'0.01'")]
     quoted = " ".join([ours[0], "-c", f'"{ours[2]}"'])

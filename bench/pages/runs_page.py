@@ -10,7 +10,7 @@ from bench.report.figures import Line, colour_of, scores_figure
 from bench.report.page import Image, ends, template
 from bench.report.tables import Table, spread
 from common.errors import InputError
-from common.run_folder import CONFIG, EVALUATIONS, Curve, is_finished, means, read_config, read_evaluations
+from common.run_folder import CONFIG, EVALUATIONS, Curve, is_finished, mean_by_step, read_config, read_evaluations
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class OwnRun:
 
     @property
     def returns(self) -> Curve:
-        return means(self.rows, lambda row: float(row["return"]))
+        return mean_by_step(self.rows, lambda row: float(row["return"]))
 
 
 def own_runs(folder: Path) -> list[OwnRun]:

@@ -27,7 +27,7 @@ from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.messages import print_result
-from common.run_folder import Curve, means
+from common.run_folder import Curve, mean_by_step
 
 Run = tuple[str, str, int]  # name, task, seed
 EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # also the .gz that bench/report/archive_run.py writes
@@ -147,7 +147,7 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
 def read_curve(path: Path, column: str) -> Curve:
     """Return the mean over each evaluation's episodes by step. Raise InputError if the file lacks it."""
     try:
-        curve = means(run_folder.read_evaluations(path), lambda row: float(row[column]))
+        curve = mean_by_step(run_folder.read_evaluations(path), lambda row: float(row[column]))
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} does not give {column} as numbers by step ({error}): try another --column") from None
     if not curve or not np.isfinite(list(curve.values())).all():

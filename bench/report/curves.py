@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report.archive_run import Kept, kept_runs
-from common.run_folder import Curve, means
+from common.run_folder import Curve, mean_by_step
 from offline.scores import normalized, reference
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -33,7 +33,7 @@ def curves_of(folder: str, curve_of: Callable[[Kept], Curve | None]) -> Curves:
 
 def online(folder: str = "") -> Curves:
     """Return the curves of returns in results/<folder>, whose runs learned only online."""
-    return curves_of(folder, lambda run: means(run.rows, lambda row: float(row["return"])))
+    return curves_of(folder, lambda run: mean_by_step(run.rows, lambda row: float(row["return"])))
 
 
 def published() -> Curves:
@@ -66,7 +66,7 @@ def score_curve(run: Kept) -> Curve:
         assert row["success"], f"{where} has neither success nor a return with published reference scores"
         return 100.0 * float(row["success"])
 
-    return means(run.rows, score)
+    return mean_by_step(run.rows, score)
 
 
 def successes(folder: str) -> Curves:
@@ -74,7 +74,7 @@ def successes(folder: str) -> Curves:
 
     def per_cent(run: Kept) -> Curve | None:
         is_known = all(row["success"] for row in run.rows)
-        return means(run.rows, lambda row: 100.0 * float(row["success"])) if is_known else None
+        return mean_by_step(run.rows, lambda row: 100.0 * float(row["success"])) if is_known else None
 
     return curves_of(folder, per_cent)
 

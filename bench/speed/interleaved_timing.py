@@ -24,6 +24,7 @@ import pandas as pd
 import psutil
 
 from bench.speed.step_counter import COUNTER_FILE, read_steps
+from bench.sweep.sweep_task import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 15
@@ -73,6 +74,7 @@ class Contender:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     def steps(self) -> int:

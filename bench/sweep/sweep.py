@@ -29,7 +29,7 @@ from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.messages import log, print_result
-from common.run_folder import DONE, EVALUATIONS, is_finished, means, read_config, read_evaluations
+from common.run_folder import DONE, EVALUATIONS, is_finished, mean_by_step, read_config, read_evaluations
 
 KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
 
@@ -87,7 +87,7 @@ class Sweep:
 def progress(job: Job) -> str:
     """Return step and mean return of the last evaluation, or "" if this machine cannot read it."""
     try:  # a full disk or a power cut may have torn the last row, which the run removes when it resumes
-        curve = means(read_evaluations(job.folder / EVALUATIONS), lambda row: float(row["return"]))
+        curve = mean_by_step(read_evaluations(job.folder / EVALUATIONS), lambda row: float(row["return"]))
         arguments = read_config(job.folder, "is missing or damaged")["arguments"]
         end = arguments.get("total_steps", arguments.get("online_steps", 0))
         step = max(curve)

@@ -101,7 +101,7 @@ def run(job: Job) -> Outcome:
         before = log.tell()
         process = subprocess.Popen(
             job.argv, cwd=ROOT, env=os.environ | job.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
             while (status := process.poll()) is None:  # a cancel does not interrupt a wait in the kernel
@@ -121,9 +121,10 @@ def _wait_until_free(folder: Path) -> None:
             pass
 
 
-def _die_with_parent() -> None:
-    """Let the kernel kill the command with its worker, because a killed worker cannot stop its command."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent() -> None:
+    """Let the kernel kill this process with its parent, because a killed parent cannot stop it (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
