@@ -33,6 +33,8 @@ from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
 class Args(OfflineArgs):
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the actor's hidden layers."""
+    normalize_obs: bool = True
+    """Normalise observations by the mean and standard deviation of the dataset's."""
     actor_lr: float = 3e-4
     """Learning rate of the actor."""
     top_fraction: Fraction = 1.0
@@ -56,7 +58,7 @@ class BC:
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
-        self.obs_normalizer = FixedNormalizer(obs_dim, epsilon=1e-3).to(device)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.device = device
 
     @acting
@@ -83,7 +85,8 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, top=args.top_fraction)
     rollout = data.rollout()
     agent = BC(args, rollout.obs_dim, rollout.action_dim, run.device)
-    agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
     data.load_pretrained(agent)

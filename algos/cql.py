@@ -30,6 +30,7 @@ from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNegativeInt, OptionalNumber
 from common.command_line import command_line
 from common.networks import Critic, TanhGaussian, frozen, mlp
+from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -151,6 +152,7 @@ class CQL:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.lagrange_optimizer = Adam([self.log_lagrange], args.critic_lr)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.cql_weight, self.lagrange_gap = args.cql_weight, args.lagrange_gap
         self.args, self.device, self.action_dim = args, device, action_dim
         self.target_entropy = -float(action_dim)
@@ -158,7 +160,7 @@ class CQL:
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(obs)
+        policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
     @torch.no_grad()
@@ -247,6 +249,7 @@ class CQL:
 
     def update(self, batch: Batch, imitate: bool = False) -> Metrics:
         """Take one gradient step with each network. All losses are computed before the first step."""
+        batch = batch.map_obs(self.obs_normalizer)
         actor_loss, log_prob, metrics = self.actor_loss(batch, imitate)
         critic_loss, term, critic_metrics = self.critic_loss(batch)
         self.actor_optimizer.minimize(actor_loss)  # before the critics move: its gradient passes through them
@@ -271,6 +274,8 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, rewards, discount=discount, failure=args.failure_reward)
     rollout = data.rollout()
     agent = CQL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(
         lambda online, imitate: agent.update(data.sample(online, agent.generator), imitate),

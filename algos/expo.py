@@ -26,6 +26,7 @@ from common.diffusion import Denoiser, Diffusion, Flow
 from common.errors import InputError
 from common.evaluate import Act
 from common.networks import Critic, TanhGaussian, frozen, glorot, mlp
+from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -133,7 +134,8 @@ PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have no loc
 }
 
 
-BASE, BASE_ARGS = ("base", "base_average", "base_optimizer"), ("policy", "denoising_steps", "width", "blocks")
+BASE = ("base", "base_average", "base_optimizer", "obs_normalizer")
+BASE_ARGS = ("policy", "denoising_steps", "width", "blocks")
 
 
 class EditPolicy(nn.Module):
@@ -169,6 +171,7 @@ class EXPO:
         self.edit_optimizer = Adam(self.edit.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
         self.base_samples, self.edits, self.edit_scale = args.base_samples, args.edits, args.edit_scale
         self.target_critics, self.dropout = args.target_critics, args.dropout
@@ -187,6 +190,7 @@ class EXPO:
         If `deterministic`, they are clipped, and unless a generator is given, each call draws the same noise.
         """
         generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
+        obs = self.obs_normalizer(obs)
         actions = self.select_best_action(obs, self.candidates(self.base_average, obs, generator), generator)
         return actions.clamp(-1.0, 1.0) if deterministic else actions
 
@@ -275,6 +279,7 @@ class EXPO:
 
     def update(self, batch: Batch, online: bool = True) -> Metrics:
         """Step the critics on each `batch_size` of the batch in turn, then base policy, edits and α on the last."""
+        batch = batch.map_obs(self.obs_normalizer)
         if not online:  # pre-training
             return self.imitate(batch)
         candidates = self.candidates(self.base, batch.next_obs, self.generator)
@@ -309,6 +314,8 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, rewards, online_batch=online_batch, wait_for_full_batch=False)
     rollout = data.rollout()
     agent = EXPO(args, rollout.obs_dim, rollout.action_dim, run.device)
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     data.load_pretrained(agent, only=BASE, must_match=BASE_ARGS)

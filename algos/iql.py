@@ -12,7 +12,7 @@ Public versions differ. This one follows the authors' code:
 - On each batch, V is updated first, then the policy and Q with the new V, then the target critics.
 - If no online steps follow, the policy's learning rate decays to 0 as a cosine.
 - Online transitions are appended to the dataset (`--retain append`).
-- Observations are not normalised.
+- Observations are not normalised (`--normalize-obs` does that).
 
 Two things differ. Layers are initialised as PyTorch does (docs/iql.md compares that with the authors' `--orthogonal`).
 Online rewards are scaled like the dataset's. The authors' script for AntMaze and Adroit does not scale them.
@@ -29,6 +29,7 @@ from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, OpenFraction, Probability
 from common.command_line import command_line
 from common.networks import HALF_LOG_2PI, MLP, Critic, mlp, orthogonal
+from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -147,13 +148,14 @@ class IQL:
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.value_optimizer = Adam(self.value.parameters(), args.value_lr)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.expectile, self.temperature, self.max_weight = args.expectile, args.temperature, args.max_weight
         self.args, self.device = args, device
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Return actions [n, action_dim] for obs [n, obs_dim]: clipped samples, or the mean."""
-        actions: Tensor = self.actor(obs)
+        actions: Tensor = self.actor(self.obs_normalizer(obs))
         if deterministic:
             return actions
         noise = torch.randn(actions.shape, generator=self.generator, device=self.device)
@@ -186,6 +188,7 @@ class IQL:
 
     def update(self, batch: Batch) -> Metrics:
         """Take one gradient step with each network (algorithm 1, interleaved as in the authors' code)."""
+        batch = batch.map_obs(self.obs_normalizer)
         with torch.no_grad():
             target_values = self.target_critic(batch.obs, batch.actions).amin(0)
         value_loss, value_metrics = self.value_loss(batch, target_values)
@@ -214,6 +217,8 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, rewards, normalize_returns=args.normalize_returns)
     rollout = data.rollout()
     agent = IQL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
     data.load_pretrained(agent)

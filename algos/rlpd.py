@@ -26,6 +26,7 @@ from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
 from common.errors import InputError
 from common.networks import Critic, TanhGaussian, frozen, glorot, mlp
+from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, returns_result
@@ -119,13 +120,14 @@ class RLPD:
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device = args, device
         self.target_entropy = args.target_entropy * action_dim
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(obs)
+        policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
     def subset(self) -> Tensor:
@@ -165,6 +167,7 @@ class RLPD:
 
     def update(self, batch: Batch) -> Metrics:
         """Step the critics on each `batch_size` of the batch in turn, then actor and α on the last (algorithm 1)."""
+        batch = batch.map_obs(self.obs_normalizer)
         for part in batch.slices(self.args.batch_size):
             critic_loss, critic_metrics = self.critic_loss(part)
             self.critic_optimizer.minimize(critic_loss)
@@ -183,6 +186,8 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), online_batch=args.utd * args.batch_size)
     rollout = data.rollout()
     agent = RLPD(args, rollout.obs_dim, rollout.action_dim, run.device)
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
     data.load_pretrained(agent)

@@ -30,6 +30,7 @@ from common.acting import acting
 from common.arguments import AnyNumber, Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
 from common.command_line import command_line
 from common.networks import Critic, TanhGaussian, frozen, mlp
+from common.normalize import RunningNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
@@ -45,6 +46,9 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
     """Number of critics. Target and actor use the smallest value."""
+
+    normalize_obs: bool = False
+    """Normalise observations by their running mean and standard deviation, as PPO does."""
 
     # Learning
     gamma: Fraction = 0.99
@@ -99,13 +103,14 @@ class SAC:
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.obs_normalizer = RunningNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
         self.target_entropy = args.target_entropy * action_dim
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(obs)
+        policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -135,6 +140,7 @@ class SAC:
 
     def update(self, batch: Batch) -> Metrics:
         """Take one gradient step with each network (the inner loop of algorithm 1)."""
+        batch = batch.map_obs(self.obs_normalizer)
         critic_loss, critic_metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)
         actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
@@ -163,6 +169,8 @@ def train(args: Args) -> Result:
         actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
         obs, actions, rewards, next_obs, terminations, _ = rollout.step(actions, meanwhile=update.flush)
         buffer.add(obs, actions, rewards, next_obs, terminations)
+        if isinstance(agent.obs_normalizer, RunningNormalizer):
+            agent.obs_normalizer.update(torch.from_numpy(obs).to(run.device))
 
         # Learn
         for _ in range(args.utd * args.num_envs if step > args.learning_starts else 0):

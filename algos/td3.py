@@ -24,6 +24,7 @@ from common.acting import acting
 from common.arguments import Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
 from common.command_line import command_line
 from common.networks import Critic, frozen, mlp
+from common.normalize import RunningNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
@@ -39,6 +40,9 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
     """Number of critics. The target uses the smallest value, the actor the first critic."""
+
+    normalize_obs: bool = False
+    """Normalise observations by their running mean and standard deviation, as PPO does."""
 
     # Learning
     gamma: Fraction = 0.99
@@ -95,6 +99,7 @@ class TD3:
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.obs_normalizer = RunningNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
         self.exploration_noise, self.policy_delay = args.exploration_noise, args.policy_delay
         self.target_noise, self.target_noise_clip = args.target_noise, args.target_noise_clip
@@ -106,7 +111,7 @@ class TD3:
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Return the policy's actions [n, action_dim] for obs [n, obs_dim], with exploration noise or without."""
-        actions: Tensor = self.actor(obs)
+        actions: Tensor = self.actor(self.obs_normalizer(obs))
         if deterministic:
             return actions
         return (actions + self.noise(actions, self.exploration_noise)).clamp(-1.0, 1.0)
@@ -134,6 +139,7 @@ class TD3:
 
     def update(self, batch: Batch, with_actor: bool) -> Metrics:
         """Take a gradient step with the critics, and one with the actor if `with_actor` (algorithm 1)."""
+        batch = batch.map_obs(self.obs_normalizer)
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)
         if with_actor:
@@ -165,6 +171,8 @@ def train(args: Args) -> Result:
         actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
         obs, actions, rewards, next_obs, terminations, _ = rollout.step(actions, meanwhile=update.flush)
         buffer.add(obs, actions, rewards, next_obs, terminations)
+        if isinstance(agent.obs_normalizer, RunningNormalizer):
+            agent.obs_normalizer.update(torch.from_numpy(obs).to(run.device))
 
         # Learn
         for _ in range(args.utd * args.num_envs if step > args.learning_starts else 0):

@@ -39,6 +39,9 @@ class Args(OfflineArgs):
     critics: int = 2
     """Number of critics. The target uses the smallest value, the actor the first critic."""
 
+    normalize_obs: bool = True
+    """Normalise observations by the mean and standard deviation of the dataset's."""
+
     # Learning
     alpha: float = 2.5
     """α: weight of the critic's value relative to the imitation of the dataset's actions."""
@@ -86,7 +89,7 @@ class TD3BC:
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
-        self.obs_normalizer = FixedNormalizer(obs_dim, epsilon=1e-3).to(device)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device = args, device
 
     def noise(self, actions: Tensor, scale: float) -> Tensor:
@@ -128,7 +131,7 @@ class TD3BC:
 
     def update(self, batch: Batch, with_actor: bool) -> Metrics:
         """Take a gradient step with the critics, and one with the actor if `with_actor` (TD3's algorithm 1)."""
-        batch = batch._replace(obs=self.obs_normalizer(batch.obs), next_obs=self.obs_normalizer(batch.next_obs))
+        batch = batch.map_obs(self.obs_normalizer)
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)
         if with_actor:
@@ -147,7 +150,8 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run)
     rollout = data.rollout()
     agent = TD3BC(args, rollout.obs_dim, rollout.action_dim, run.device)
-    agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(
         lambda online, with_actor: agent.update(data.sample(online, agent.generator), with_actor),

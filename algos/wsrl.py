@@ -33,12 +33,14 @@ from common.command_line import command_line
 from common.errors import InputError
 from common.messages import log
 from common.networks import Critic, TanhGaussian, frozen, mlp, orthogonal
+from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, name_and_folder, returns_result
+from common.run_folder import run_config
 from common.seeding import generator
 from common.updater import Metrics
-from offline.offline_to_online import OfflineArgs, OfflineToOnline, run_config, with_presets
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
 from offline.rewards import RewardTransform
 
 
@@ -167,13 +169,14 @@ class WSRL:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.raw_lagrange_optimizer = Adam([self.raw_lagrange], args.critic_lr)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
         self.target_entropy = -float(action_dim)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
         """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
-        policy = self.actor(obs)
+        policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
     def subset(self) -> Tensor:
@@ -260,6 +263,7 @@ class WSRL:
     def update(self, batch: Batch, online: bool) -> Metrics:
         """Step the critics on each `batch_size` of the batch in turn, then everything else once on all of it."""
         metrics: Metrics = {}
+        batch = batch.map_obs(self.obs_normalizer)
         for part in batch.slices(self.args.batch_size):
             critic_loss, term, critic_metrics = self.critic_loss(part, online)
             self.critic_optimizer.minimize(critic_loss)
@@ -307,6 +311,8 @@ def train(args: Args) -> Result:
                            online_returns=args.online_cql, online_batch=args.utd * args.batch_size)  # fmt: skip
     rollout = data.rollout()
     agent = WSRL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    if isinstance(agent.obs_normalizer, FixedNormalizer):
+        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     data.load_pretrained(agent, from_algos=("cql", "iql"))

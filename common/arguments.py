@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
+import json
 import math
 import os
 import re
@@ -151,6 +152,29 @@ def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> 
     return value
 
 
+def json_object(flag: str, value: object) -> str:
+    """Return a dict, or its JSON, as JSON with sorted keys. Raises InputError for anything else."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        if isinstance(found, dict):
+            return json.dumps(found, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise InputError(f"""{flag} is {value!r}: give a dict in JSON, such as '{{"frame_skip": 2}}'""")
+
+
+def env_settings(
+    env_kwargs: str = "{}", time_limit: int | None = None, action_repeat: int = 1, **_: Any
+) -> dict[str, Any]:
+    """Return what `envs.make.make` gets besides the id. An older run's arguments lack these flags."""
+    settings: dict[str, Any] = json.loads(env_kwargs)
+    if time_limit:
+        settings["max_episode_steps"] = time_limit
+    if action_repeat > 1:
+        settings["action_repeat"] = action_repeat
+    return settings
+
+
 def label_of(args: "RunArgs") -> str:
     """Return the flags that differ from their defaults, for the run's name: "actor-lr-0.0003_no-layer-norm".
 
@@ -187,6 +211,12 @@ class RunArgs:
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
+    env_kwargs: str = "{}"
+    """Arguments of the environment's constructor, as a dict in JSON: '{"use_contact_forces": false}'."""
+    time_limit: int | None = None
+    """Steps of the environment after which an episode is truncated, instead of its own limit."""
+    action_repeat: int = 1
+    """Steps of the environment for each action (frame skip). Their rewards are summed."""
     seed: NonNegativeInt = 1
     """Random seed of networks, exploration, environments and batches."""
     num_envs: int = 1
@@ -231,6 +261,7 @@ class RunArgs:
 
     def __post_init__(self) -> None:
         """Convert and check every value. Raises InputError for the first of a wrong type or out of bounds."""
+        self.env_kwargs = json_object("--env-kwargs", self.env_kwargs)
         for name, wanted in get_type_hints(type(self), include_extras=True).items():
             value, default = getattr(self, name), getattr(type(self), name, None)
             if isinstance(default, Unset) and value == str(default):  # as config.json has it
@@ -240,6 +271,11 @@ class RunArgs:
                 setattr(self, name, checked(f"--{name.replace('_', '-')}", value, bare, *bounds))
         if self.run_name is not None and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.run_name):
             raise InputError(f"--run-name is {self.run_name!r}: give letters, digits, '_', '-' and '.'")
+
+    @property
+    def env_settings(self) -> dict[str, Any]:
+        """What `envs.make.make` gets besides the id: `env_kwargs`, and the other flags of the environment if given."""
+        return env_settings(self.env_kwargs, self.time_limit, self.action_repeat)
 
     @property
     def label(self) -> str:

@@ -51,7 +51,8 @@ def state_of(agent: object) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, value in vars(agent).items():
         if isinstance(value, _STATEFUL):
-            state[name] = value.state_dict()
+            if held := value.state_dict():  # nn.Identity holds nothing
+                state[name] = held
         elif isinstance(value, torch.Generator):
             state[name] = value.get_state()
         elif isinstance(value, Tensor):
@@ -113,7 +114,7 @@ def restore(
     try:
         for name, value in vars(agent).items():
             if isinstance(value, _STATEFUL):
-                value.load_state_dict(state[name])
+                value.load_state_dict(state.get(name, {}))
             elif isinstance(value, torch.Generator):
                 value.set_state(state[name].cpu())
             elif isinstance(value, Tensor):

@@ -58,7 +58,7 @@ class FixedNormalizer(nn.Module):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, dim: int, epsilon: float) -> None:
+    def __init__(self, dim: int, epsilon: float = 1e-3) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.register_buffer("mean", torch.zeros(dim))

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ class Batch(NamedTuple):
     next_obs: Tensor
     terminations: Tensor
     returns_to_go: Tensor | None = None
+
+    def map_obs(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with `function` applied to obs and next_obs."""
+        return self._replace(obs=function(self.obs), next_obs=function(self.next_obs))
 
     def slices(self, size: int) -> Iterator["Batch"]:
         """Yield the transitions in order, `size` at a time."""

@@ -134,6 +134,8 @@ class Run:
         Give every part of the run that has state here. `report` saves the same parts under the same names.
         Raises InputError if the folder cannot be written, or if the checkpoint is damaged or has other parts.
         """
+        if getattr(self.args, "normalize_obs", False) and not hasattr(agent, "obs_normalizer"):
+            raise InputError(f"--normalize-obs has no effect on {self.algo}: leave it out")
         self._agent, self._rollout, self._parts = agent, rollout, parts
         self.launch.agent = agent
         saved = self._open()

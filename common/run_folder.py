@@ -96,3 +96,10 @@ def lock_of(folder: Path, timeout: float = 0) -> FileLock:
     """
     path = folder.resolve() / LOCK
     return FileLock(path, timeout, thread_local=False, is_singleton=True, fallback_to_soft=False)
+
+
+def run_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of `--init-from`. Raises InputError if it is not a run folder with a checkpoint."""
+    if not has_checkpoint(folder):
+        raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
+    return read_config(folder, "is missing or damaged: give another --init-from")

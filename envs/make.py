@@ -39,6 +39,7 @@ PINS = {
 NOTICES = notifications.pop("gymnasium_robotics", {})
 
 
+SUCCESS = ("success", "is_success")  # entries of `info`: mazes and Adroit; Fetch and Hand
 NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
@@ -117,12 +118,34 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return what evaluations read: `success`, and `return` if that is not the sum of the rewards."""
         told = {"return": float(info["return"])} if "return" in info else {}
-        for key in ("success", "is_success"):  # mazes and Adroit; Fetch and Hand
+        for key in SUCCESS:
             if key in info:
                 return told | {"success": bool(info[key])}
         if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
             told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
         return told
+
+
+class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
+    """Takes each action `times` times, until the episode ends, and sums the rewards.
+
+    The step is a success if one of its steps is.
+    """
+
+    def __init__(self, env: Env, times: int) -> None:
+        RecordConstructorArgs.__init__(self, times=times)
+        gym.Wrapper.__init__(self, env)
+        self._times = times
+
+    def step(self, action: Array) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
+        total, successes = 0.0, dict[str, bool]()
+        for _ in range(self._times):
+            obs, reward, termination, truncation, info = self.env.step(action)
+            total += float(reward)
+            successes |= {key: bool(info[key]) or successes.get(key, False) for key in SUCCESS if key in info}
+            if termination or truncation:
+                break
+        return obs, total, termination, truncation, info | successes
 
 
 class InBounds(gym.ActionWrapper[Array, Array, Array], RecordConstructorArgs):
@@ -146,13 +169,16 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     - `info["success"]`: bool, at each step, if the environment has the notion.
     - `info["return"]`: float, the episode's return so far, if that is not the sum of the rewards.
 
-    With `all_infos`, `info` holds every other number too. `kwargs` go to the environment's constructor. The exact state
-    of the environment can be saved and restored (`envs.state`).
+    With `all_infos`, `info` holds every other number too. The exact state of the environment can be saved and restored
+    (`envs.state`).
+
+    `kwargs` go to the environment's constructor, except two. `max_episode_steps` replaces its time limit.
+    `action_repeat` is the number of its steps for each action, whose rewards are summed.
 
     Raises InputError if the id is unknown, a package is missing, the environment does not start, or its actions or
     observations are not continuous vectors.
     """
-    env = _started(env_id, **kwargs)
+    env = unwrapped(env_id, **kwargs)
     if isinstance(env.observation_space, Dict):
         env = FlattenObservation(env)
     box: Any = env.action_space
@@ -164,14 +190,14 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
 
 def action_box(env_id: str, **kwargs: Any) -> Box:
     """Return the environment's own box of actions, finite and [action_dim]. Raises InputError as `make` does."""
-    with contextlib.closing(_started(env_id, **kwargs)) as env:
+    with contextlib.closing(unwrapped(env_id, **kwargs)) as env:
         assert isinstance(env.action_space, Box)
         return env.action_space
 
 
-def _started(env_id: str, **kwargs: Any) -> Env:
-    """Return the environment as Gymnasium makes it, with its spaces checked."""
-    spec = _find(env_id)
+def unwrapped(env_id: str, action_repeat: int = 1, **kwargs: Any) -> Env:
+    """Return the environment with its own spaces, which are checked. Arguments and errors are those of `make`."""
+    spec = find(env_id)
     try:
         # From its spec: for an id, Gymnasium warns that v4 is out of date. Published results use v4.
         env = gym.make(spec, disable_env_checker=True, **kwargs)
@@ -180,13 +206,13 @@ def _started(env_id: str, **kwargs: Any) -> Env:
         reason = " ".join(f"{type(error).__name__} {error}".split())
         raise InputError(f"{env_id} does not start with {_versions()}: {reason}\n" + _cure(env_id, kwargs)) from error
     _check_spaces(env, env_id)
-    return env
+    return ActionRepeat(env, action_repeat) if action_repeat > 1 else env
 
 
 def _cure(name: str, kwargs: dict[str, Any]) -> str:
     if kwargs:
         text = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-        return f"Check its arguments (env_kwargs): {text[:200]}"
+        return f"Check its arguments (--env-kwargs, --time-limit): {text[:200]}"
     if ":" in name:
         return "Its own code failed: correct its constructor."
     return _alike(name) or "`pip install -r requirements.txt` brings the versions known to work."
@@ -232,7 +258,8 @@ def make_vector(
     return envs
 
 
-def _find(env_id: str) -> gym.envs.registration.EnvSpec:
+def find(env_id: str) -> gym.envs.registration.EnvSpec:
+    """Return the spec of an environment, after the import that registers it. Raises InputError if there is none."""
     module, _, name = env_id.rpartition(":")
     if module:
         if os.getcwd() not in sys.path:  # `python algos/sac.py` puts algos/ there, not the current folder

@@ -17,6 +17,7 @@ from common.evaluate import Act, Episode, evaluate
 from common.seeding import seeds
 from common.timings import Timings
 from envs.make import make, make_vector
+from envs.settings import require_constructor_arguments
 from envs.state import get_states, set_states
 from envs.vector import AsyncEnvs, Step
 
@@ -45,10 +46,15 @@ def nothing() -> None:
 class Rollout(Part):
     """Steps the environments, resets those whose episode ended, and keeps the statistics of training episodes."""
 
-    def __init__(self, env: str, args: RunArgs, **env_kwargs: Any) -> None:
-        """Make the environments: `env` and `env_kwargs` are for `envs.make.make`. Raises InputError as `make` does."""
-        self.envs = make_vector(env, args.num_envs, args.seed, vectorizer=args.vectorizer, **env_kwargs)
-        self._eval_envs = [make(env, **env_kwargs) for _ in range(args.eval_episodes)]
+    def __init__(self, env: str, args: RunArgs, settings: dict[str, Any] | None = None) -> None:
+        """Make the environments: `env` and `settings` are for `envs.make.make`. By default, they are the flags'.
+
+        Raises InputError as `make` does.
+        """
+        settings = args.env_settings if settings is None else settings
+        require_constructor_arguments(settings)
+        self.envs = make_vector(env, args.num_envs, args.seed, vectorizer=args.vectorizer, **settings)
+        self._eval_envs = [make(env, **settings) for _ in range(args.eval_episodes)]
         self._eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
         self.obs_dim = flatdim(self.envs.single_observation_space)
         self.action_dim = flatdim(self.envs.single_action_space)

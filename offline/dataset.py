@@ -29,7 +29,6 @@ from offline.recording import (
     action_box,
     distance_outside,
     nearest,
-    not_imported,
     warn_of_actions_outside,
     warn_of_another_box,
 )
@@ -55,17 +54,6 @@ class Dataset(Episodes):
         cut = np.zeros(len(self), bool)
         cut[self.ends - 1] = ~(self.column("terminations")[self.ends - 1] > 0)
         return cut
-
-    def evaluation_env(self, given: str) -> tuple[str, dict[str, Any]]:
-        """Return the environment that evaluates the dataset, and its arguments: `given`, else the dataset's own.
-
-        Raises InputError if there is neither.
-        """
-        if given or self.env:
-            return (given, {}) if given else (str(self.env), self.env_kwargs)
-        if self.untrusted_env:
-            raise not_imported(self.id, self.untrusted_env)
-        raise InputError(f"{self.id} does not name its evaluation environment: give --env")
 
     def column(self, name: str) -> NDArray[np.float32]:
         """Return obs, actions, rewards, next_obs or terminations: [n, dim] or [n], on the CPU a view of the buffer."""
@@ -213,6 +201,7 @@ def load(
     horizon: int | None = None,
     mapped: bool | None = None,
     env: str | None = None,
+    asked: dict[str, Any] | None = None,
 ) -> Dataset:
     """Load the dataset `source` (as `read` takes it) into a replay buffer.
 
@@ -225,6 +214,7 @@ def load(
       None: only on the CPU, and only if they take more than 80 % of the free memory.
     - `env`: the environment whose box of actions is used if the dataset states none. By default, it is the environment
       that the dataset names.
+    - `asked`: the user's arguments for that environment, which must not differ from the dataset's.
 
     Raises InputError if the dataset cannot be downloaded or read, holds non-finite numbers or does not fit. It raises
     InputError too if the box of actions is unknown, or if `normalize_returns` finds equal returns. Raises RunError if
@@ -247,10 +237,10 @@ def load(
         if (spread := float(np.ptp(returns))) == 0.0:
             raise InputError(f"{source}: all returns are equal, {returns[0]:g}: give --no-normalize-returns")
         rewards = rewards._replace(scale=rewards.scale * 1000.0 / spread)
-    box = action_box(recording, env)
+    box = action_box(recording, env, asked)
     with contextlib.suppress(InputError):  # an environment that does not start has no box to compare with
         if env or recording.id not in d4rl.IDS:  # D4RL's boxes are known to be those of its environments
-            warn_of_another_box(recording, env)
+            warn_of_another_box(recording, env, asked)
     blocks = _Prepared(recording, box, rewards, None if compat else max_action)
     is_mapped = _should_map(4 * capacity * sum(blocks.widths), torch.device(device), mapped)
     file = _on_disk(blocks) if is_mapped else None

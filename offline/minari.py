@@ -166,6 +166,9 @@ def _environment(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
         if maze and data_maze and _walls(maze) != _walls(data_maze):
             kwargs["maze_map"] = data_maze
             _warn_of_walls(path)
+    for wrapper in specs[0].get("additional_wrappers") or []:
+        if wrapper.get("name") == "ActionRepeat":
+            kwargs["action_repeat"] = wrapper["kwargs"]["times"]
     registered = gym.registry.get(name)
     if limit and not (registered and registered.max_episode_steps == limit):
         kwargs["max_episode_steps"] = limit

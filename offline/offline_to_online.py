@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import checkpoint
-from common.arguments import BY_DOMAIN, NonNegativeInt, OffPolicyArgs, OpenFraction, Unset
+from common.arguments import BY_DOMAIN, NonNegativeInt, OffPolicyArgs, OpenFraction, Unset, env_settings
 from common.errors import InputError
 from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
-from common.run_folder import has_checkpoint, is_finished, read_config, state_path
+from common.run_folder import has_checkpoint, is_finished, run_config, state_path
 from envs.rollout import Rollout, Transitions
+from envs.settings import is_same_variant
 from offline.dataset import load, read
 from offline.rewards import IDENTITY, RewardTransform
 from offline.scores import normalized, reference
@@ -71,6 +72,8 @@ class OfflineArgs(OffPolicyArgs):
     init_from: Path | None = None
     """Run folder of the same algorithm whose networks this run starts from.
     wsrl also takes cql and iql, and expo takes only the base policy."""
+    normalize_obs: bool = False
+    """Normalise observations by the mean and standard deviation of the dataset's."""
     d4rl_compat: bool = False
     """Convert D4RL files exactly as D4RL's qlearning_dataset does."""
     horizon: int | None = None
@@ -109,7 +112,9 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     env = args.env or recording.env or ""
-    chosen: dict[str, Any] = {} if args.env or recording.env_kwargs else {"env": env}
+    chosen: dict[str, Any] = {}
+    if env:
+        chosen["env"], chosen["env_kwargs"] = recording.evaluation_env(args.env, args.env_settings)
     of = domain(env, args.task)
     nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
     if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics pays 10 and -0.1
@@ -122,13 +127,6 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
         none = "" if nearest == of else f", there is none for {of}"
         log.info(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}")
     return args.filled_in(**chosen, **preset)
-
-
-def run_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of `--init-from`. Raises InputError if it is not a run folder with a checkpoint."""
-    if not has_checkpoint(folder):
-        raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
-    return read_config(folder, "is missing or damaged: give another --init-from")
 
 
 def domain(env: str, dataset: str) -> str:
@@ -171,11 +169,11 @@ class OfflineToOnline(checkpoint.Part):
         self.args, self._algo, self._folder = args, run.algo, run.folder
         self.dataset = dataset = load(
             args.dataset, run.device, rewards=rewards, normalize_returns=normalize_returns, compat=args.d4rl_compat,
-            horizon=args.horizon, env=args.env,
+            horizon=args.horizon, env=args.env, asked=args.env_settings,
         )  # fmt: skip
         if top < 1.0:
             self.dataset = dataset = dataset.top(top)
-        self.env, self.env_kwargs = dataset.evaluation_env(args.env)
+        self.env, self.settings = dataset.evaluation_env(args.env, args.env_settings)
         data = dataset.buffer
         # The last step of all environments can pass the end. It must overwrite nothing, so that a run can be extended.
         capacity = min(args.buffer_size, args.online_steps + args.num_envs)
@@ -192,7 +190,7 @@ class OfflineToOnline(checkpoint.Part):
         self._fingerprint = dataset.fingerprint()
         # --retain: the sampler, the dataset's share of a batch, and the steps without updates.
         self._sample_online, self._offline_share, self._warmup_steps = {
-            "none": (self._from_online, 0.0, args.warmup_steps),
+            "none": (self.online.sample, 0.0, args.warmup_steps),
             "append": (self._from_both, 1.0, 0),
             "mix": (self._from_each, args.offline_ratio, 0),
         }[args.retain]
@@ -227,7 +225,7 @@ class OfflineToOnline(checkpoint.Part):
 
     def rollout(self) -> Rollout:
         """Return the run's environments. Raises InputError if their observations or actions have other sizes."""
-        rollout, data = Rollout(self.env, self.args, **self.env_kwargs), self.dataset.buffer
+        rollout, data = Rollout(self.env, self.args, self.settings), self.dataset.buffer
         if (data.obs_dim, data.action_dim) != (rollout.obs_dim, rollout.action_dim):
             raise InputError(
                 f"{self.args.dataset} has {data.obs_dim} observations and {data.action_dim} actions, "
@@ -249,13 +247,15 @@ class OfflineToOnline(checkpoint.Part):
         if folder is None or has_checkpoint(self._folder):
             return
         config, saved = run_config(folder), checkpoint.load(state_path(folder))
-        algo, theirs = config["algo"], saved["agent"]
+        algo, was, theirs, own = config["algo"], config["arguments"], saved["agent"], self.dataset.rewards
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
-        for name in must_match:
-            if (there := config["arguments"][name]) != getattr(self.args, name):
+        for name in ("normalize_obs", *must_match):
+            there = was.get(name, getattr(type(self.args), name))  # an older run had the default
+            if there != getattr(self.args, name):
                 raise InputError(f"{folder} was trained with --{name.replace('_', '-')} {there}: give the same here")
-        own = self.dataset.rewards
+        if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):
+            raise InputError(f"{folder} was trained in {self.env} with other arguments: give the same --env-kwargs")
         scale, shift = saved.get("data", saved).get("rewards", own)
         if not only and not np.allclose((scale, shift), own):
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
@@ -269,7 +269,7 @@ class OfflineToOnline(checkpoint.Part):
         if algo in from_algos:
             theirs = {name: theirs.get(name, state) for name, state in state_now.items()}
         if only:
-            theirs = state_now | {name: theirs[name] for name in only}
+            theirs = state_now | {name: theirs[name] for name in only if name in state_now}
         for name, state in state_now.items():  # settings, counters and noise remain this run's
             kind = vars(agent)[name]
             if isinstance(kind, torch.Generator | int | float | torch.optim.lr_scheduler.LRScheduler):
@@ -356,9 +356,6 @@ class OfflineToOnline(checkpoint.Part):
         if online:
             return self._sample_online(self._batch_sizes[True], generator)
         return self._from_dataset(self._batch_sizes[False], generator, self._returns_to_go)
-
-    def _from_online(self, batch_size: int, generator: torch.Generator) -> Batch:
-        return self.online.sample(batch_size, generator)
 
     def _from_each(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Return a batch with a fixed share of the dataset, spread evenly over it: RLPD slices its batches."""

@@ -1,7 +1,6 @@
 """The content of a dataset file before it becomes a replay buffer: facts are read at once, transitions in blocks."""
 
 import difflib
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +14,12 @@ from numpy.typing import NDArray
 from common.errors import InputError
 from common.messages import log
 from envs import make
+from envs.settings import RESERVED, settings_in
 
 Array = NDArray[Any]
 # float32 rounds a number by at most 6e-8 of its size, and an action was stored and rescaled a few times.
 ROUNDING = 1e-6
 TRUSTED = ("", "envs.d4rl", "offline.environments")  # files may name environments of these modules
-# The arguments of `envs.make` itself. No environment's constructor can get them.
-RESERVED = sorted(
-    {*inspect.signature(make.make).parameters, *inspect.signature(make.make_vector).parameters} - {"kwargs"}
-)
 
 
 class TransitionBlock(NamedTuple):
@@ -53,8 +49,8 @@ class Episodes:
     """
     env: str | None = None
     """The environment that evaluates the dataset, as `envs.make.make` takes it; None if it is unknown."""
-    env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments for its constructor."""
+    env_kwargs: dict[str, Any] | None = None
+    """Its arguments, as `envs.make.make` takes them, or None if the dataset does not state them."""
     untrusted_env: str | None = None
     """The environment (module:Name-v0) that the files name, if `env` is None because it would import a module."""
     reference: tuple[float, float] | None = None
@@ -72,6 +68,19 @@ class Episodes:
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of transitions in each episode: [episodes]."""
         return np.diff(self.ends, prepend=0)
+
+    def evaluation_env(self, given: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the environment that evaluates the dataset, `given` or else its own, and the arguments for it.
+
+        `asked` are the user's arguments, and those that the dataset states come next (`envs.make.settings_in`).
+        Raises InputError if there is no environment, or if it is the dataset's with other arguments.
+        """
+        env = given or self.env
+        if not env and self.untrusted_env:
+            raise not_imported(self.id, self.untrusted_env)
+        if not env:
+            raise InputError(f"{self.id} does not name its evaluation environment: give --env")
+        return env, settings_in(env, asked, self.env or self.untrusted_env, self.env_kwargs, self.id)
 
     def returns_of(self, rewards: Array) -> NDArray[np.float64]:
         """Return the undiscounted sum of each episode's `rewards` [n], its dropped one included: [episodes]."""
@@ -214,27 +223,30 @@ def box_cure(recording: RawDataset, env: str | None = None) -> str:
     return f"give its attributes action_low and action_high, or {given}" if is_file else f"give {given}"
 
 
-def action_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
+def action_box(
+    recording: RawDataset, env: str | None = None, asked: dict[str, Any] | None = None
+) -> tuple[Array, Array]:
     """Return the lowest and the highest action, [action_dim] each.
 
     They are those that the dataset states, else those of `env`, else those of the environment that the dataset names.
+    `asked`: the user's arguments for the environment.
 
     Raises InputError if neither states them, or if the environment's actions have another size.
     """
-    return recording.box or environment_box(recording, env)
+    return recording.box or environment_box(recording, env, asked)
 
 
-def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Array, Array]:
+def environment_box(
+    recording: RawDataset, env: str | None = None, asked: dict[str, Any] | None = None
+) -> tuple[Array, Array]:
     """Return the lowest and the highest action, [action_dim] each, of `env` or else of the dataset's environment.
 
     Raises InputError if there is none, if it does not start, or if its actions have another size.
     """
     cure = box_cure(recording, env)
-    name, kwargs = (env, {}) if env else (recording.env, recording.env_kwargs)
-    if not name and recording.untrusted_env:
-        raise not_imported(recording.id, recording.untrusted_env)
-    if not name:
+    if not (env or recording.env or recording.untrusted_env):
         raise InputError(f"{recording.id} specifies neither the box of its actions nor an environment: {cure}")
+    name, kwargs = recording.evaluation_env(env, asked or {})
     try:
         box = make.action_box(name, **kwargs)
     except InputError as error:
@@ -245,14 +257,14 @@ def environment_box(recording: RawDataset, env: str | None = None) -> tuple[Arra
     return box.low.astype(np.float64), box.high.astype(np.float64)
 
 
-def warn_of_another_box(recording: RawDataset, env: str | None = None) -> None:
+def warn_of_another_box(recording: RawDataset, env: str | None = None, asked: dict[str, Any] | None = None) -> None:
     """Print a warning if the dataset's stated box is not that of `env`, or else of the environment that it names.
 
     Raises InputError as `environment_box` does.
     """
     if recording.box is None:
         return
-    (low, high), (known_low, known_high) = recording.box, environment_box(recording, env)
+    (low, high), (known_low, known_high) = recording.box, environment_box(recording, env, asked)
     difference = np.maximum(np.abs(low - known_low), np.abs(high - known_high)) / (known_high - known_low)
     i = int(difference.argmax())
     if difference[i] > ROUNDING:

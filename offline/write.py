@@ -111,11 +111,13 @@ def write_d4rl(
     env: gym.Env[Any, Any],
     recipe: dict[str, Any],
     ref_scores: tuple[float, float] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> None:
     """Write D4RL's arrays: observations, actions, rewards, next_observations (float32), terminals, timeouts (bool).
 
     Attributes: env and env_kwargs (to make the environment), action_low and action_high (the box of its actions), the
     recipe (JSON), and ref_min_score and ref_max_score if given. `env`: the environment as gym.make makes it.
+    `settings`: the arguments that `envs.make.make` got.
 
     Raises RunError if the file cannot be written.
     """
@@ -131,7 +133,7 @@ def write_d4rl(
     assert env.spec is not None  # an environment made by gym.make has one
     attributes = {
         "env": env_id,
-        "env_kwargs": json.dumps(env.spec.kwargs, default=str),
+        "env_kwargs": json.dumps(env.spec.kwargs | (settings or {}), default=str),
         "action_low": box.low,
         "action_high": box.high,
         "recipe": json.dumps(recipe, indent=2),

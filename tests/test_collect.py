@@ -234,18 +234,16 @@ def test_the_buffer_of_a_run_that_scales_its_rewards(small, calibrated: bool, nu
         assert where.stop - where.start in (200, 820 // num_envs % 200)
 
 
-def test_a_run_whose_dataset_brings_its_environment(small, capsys: pytest.CaptureFixture[str]):
-    """The run names none then: --env is to be given, and taken."""
+def test_a_run_whose_dataset_brings_its_environment(small):
+    """The run stores both, so its policy and its replay buffer need no --env."""
     made("offline.hdf5", transitions=400)
     with h5py.File("offline.hdf5", "a") as file:
         file.attrs["env_kwargs"] = json.dumps({"g": 10.0})
     args = small("iql", dataset="offline.hdf5", env="", offline_steps=1, online_steps=20, eval_episodes=0)
     module("iql").train(args)
-    assert json.loads((args.run_dir / "config.json").read_text())["arguments"]["env"] == ""
-    with pytest.raises(InputError, match="give --env"):
-        made(env=None, replay=args.run_dir)
-    assert len(made(replay=args.run_dir)["rewards"]) == 20
-    assert "check that Pendulum-v1 is the same" in capsys.readouterr().err
+    stored = json.loads((args.run_dir / "config.json").read_text())["arguments"]
+    assert (stored["env"], stored["env_kwargs"]) == ("Pendulum-v1", '{"g": 10.0}')
+    assert len(made(env=None, replay=args.run_dir)["rewards"]) == 20
 
 
 def test_the_same_command_again_does_nothing():

@@ -94,7 +94,7 @@ def trainings() -> list[str]:
         words = words_of(command)
         elsewhere = "--help" in words or "cuda" in command or "--init-from" in words or EXAMPLES.search(command)
         if re.fullmatch(r"algos/\w+\.py", words[1]) and not elsewhere:
-            found.append(" ".join(words[1:]))
+            found.append(shlex.join(words[1:]))
     return sorted(set(found))
 
 

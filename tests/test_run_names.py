@@ -43,7 +43,17 @@ def test_the_name_states_what_differs_from_the_defaults(changed: dict[str, Any],
 def values_of(algo: str, field: Any) -> list[dict[str, Any]]:
     """Return valid arguments in which this field differs from its default."""
     hint = get_type_hints(module(algo).Args)[field.name]
-    candidates = [*(get_args(hint) if get_origin(hint) is Literal else ()), True, False, 7, 4_096, 0.25, (3, 4), "x"]
+    candidates = [
+        *(get_args(hint) if get_origin(hint) is Literal else ()),
+        True,
+        False,
+        7,
+        4_096,
+        0.25,
+        (3, 4),
+        "x",
+        '{"g": 5}',
+    ]
     found = []
     for value in candidates:
         try:

@@ -12,6 +12,7 @@ its share, and stored as one that timed out. The same command again does nothing
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +24,15 @@ from gymnasium.vector import VectorEnv
 from gymnasium.wrappers.utils import rescale_box
 from tqdm import tqdm
 
-from common.arguments import at_least
+from common.arguments import at_least, json_object
 from common.command_line import command_line
 from common.errors import Finished, InputError, require_finite
 from common.messages import log
 from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
-from envs.make import make, make_vector
+from envs.make import make, make_vector, unwrapped
+from envs.settings import is_same_variant, require_constructor_arguments
 from offline.write import MINARI, Infos, Transitions, recipe_at, write_d4rl, write_minari
 from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained
 
@@ -62,6 +64,11 @@ class Args:
     deterministic: bool = False
     """Act without the policy's noise."""
 
+    # The environment
+    env_kwargs: str = "{}"
+    """Arguments of the environment's constructor, as a dict in JSON. They are stored with the data.
+    The environment of a run folder keeps the run's."""
+
     def __post_init__(self) -> None:
         if bool(self.policy) == bool(self.replay):
             raise InputError("give either --policy or --replay")
@@ -88,17 +95,16 @@ def collect(args: Args) -> None:
     # The sums in a matrix product, and so the data, may depend on the number of threads.
     torch.set_num_threads(1)
     run = read_run(args.replay) if args.replay else None
-    env_id = _environment(args, run)
-    make(env_id).close()  # registers it, or raises InputError
-    spec = gym.registry[env_id.rpartition(":")[2]]
-    env: gym.Env[Any, Any] = gym.make(spec, disable_env_checker=True)  # without our wrappers
+    env_id, settings = _environment(args, run)
+    make(env_id, **settings).close()  # registers it, or raises InputError
+    env = unwrapped(env_id, **settings)
     policies = [
         load_policy(source, env, seeds(args.seed, f"policy {i}", 1)[0], args.deterministic)
         for i, source in enumerate(args.policy)
     ]
     arguments = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(args).items()}
     recipe: dict[str, Any] = {
-        "arguments": arguments | {"env": env_id},
+        "arguments": arguments | {"env": env_id, "env_kwargs": json.dumps(settings, sort_keys=True)},
         "sources": [run.facts | {"kind": "replay buffer"}] if run else [policy.facts for policy in policies],
         "versions": versions(),
         "commit": commit(),
@@ -107,14 +113,14 @@ def collect(args: Args) -> None:
     if before is not None:
         _same_or_refuse(args.output, before, recipe)
     try:
-        data, infos = _replayed(run, env) if run else _collected(args, env_id, policies)
+        data, infos = _replayed(run, env) if run else _collected(args, env_id, settings, policies)
         data = _in_own_units(data, env)
         facts = _facts(data)
         recipe |= facts
         if args.output.startswith(MINARI):
             write_minari(args.output.removeprefix(MINARI), data, env, recipe, args.ref_scores, infos)
         else:
-            write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores)
+            write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores, settings)
     except KeyboardInterrupt:
         log.info("interrupted: nothing was written")
         raise SystemExit(130) from None
@@ -126,7 +132,8 @@ def collect(args: Args) -> None:
     log.info(f"{said}\nwritten to {args.output}")
 
 
-def _environment(args: Args, run: Trained | None) -> str:
+def _environment(args: Args, run: Trained | None) -> tuple[str, dict[str, Any]]:
+    """Return the environment's id and the arguments of `make`, which are those of the trained policies."""
     folders = [run] if run else [read_trained(source) for source in args.policy if is_trained(source)]
     trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
     if run and trained_on and args.env not in (None, trained_on):
@@ -136,7 +143,13 @@ def _environment(args: Args, run: Trained | None) -> str:
     env_id = args.env or trained_on
     if env_id is None:
         raise InputError("none of the policies names its environment: give --env")
-    return env_id
+    asked = json.loads(json_object("--env-kwargs", args.env_kwargs))
+    require_constructor_arguments(asked)
+    settings = [each.environment(env_id, args.env_kwargs)[1] for each in folders] or [asked]
+    for folder, own in zip(folders, settings, strict=False):
+        if not is_same_variant(env_id, own, settings[0]):
+            raise InputError(f"{folder.path} and {folders[0].path} were trained with other arguments of {env_id}")
+    return env_id, settings[0]
 
 
 def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -144,7 +157,7 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     # Paths and the vectorizer do not change the data. The policies' bytes do, and "sources" holds their hashes.
     irrelevant = ("output", "policy", "replay", "vectorizer")
     try:
-        there, here = ({"sources": r["sources"]} | r["arguments"] for r in (before, now))
+        there, here = ({"sources": r["sources"], "env_kwargs": "{}"} | r["arguments"] for r in (before, now))
     except (KeyError, TypeError):
         there, here = {}, {"recipe": None}
     here = {k: list(v) if isinstance(v, tuple) else v for k, v in here.items()}  # JSON stores a tuple as a list
@@ -157,11 +170,11 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     raise Finished(f"{output} was already made by the same command: nothing to do")
 
 
-def _collected(args: Args, env_id: str, policies: list[Policy]) -> tuple[Transitions, Infos]:
+def _collected(args: Args, env_id: str, settings: dict[str, Any], policies: list[Policy]) -> tuple[Transitions, Infos]:
     """Return the policies' transitions, and their infos: all numbers for Minari, which stores infos."""
     parts: list[Transitions] = []
     infos = _Told(args.transitions)
-    kwargs = {"all_infos": True} if args.output.startswith(MINARI) else {}
+    kwargs = settings | ({"all_infos": True} if args.output.startswith(MINARI) else {})
     with tqdm(total=args.transitions, unit=" transitions", disable=None) as progress:
         for i, policy in enumerate(policies):
             share = args.transitions // len(policies) + (i < args.transitions % len(policies))

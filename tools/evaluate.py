@@ -51,6 +51,8 @@ class Args:
     """Seed of the episodes, used as a run uses --seed for evaluations. By default it is the run's own."""
     env: str | None = None
     """Environment to use instead of the run's, with the same observations and actions."""
+    env_kwargs: str = "{}"
+    """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
     csv: Path | None = None
     """File to write with a row for each episode."""
     json: Path | None = None
@@ -65,11 +67,14 @@ class Args:
 
 def episodes_of(args: Args, trained: Trained, name: str) -> Iterator[tuple[int, Episode]]:
     """Yield each episode of a policy with its seed. Raise InputError if the policy does not fit the environment."""
-    env_id = trained.environment(args.env)
+    env_id, settings = trained.environment(args.env, args.env_kwargs)
     seed = int(trained.arguments["seed"]) if args.seed is None else args.seed
     each = seeds(seed, "evaluation", args.episodes)
     with contextlib.ExitStack() as stack:
-        envs = [stack.enter_context(contextlib.closing(make(env_id))) for _ in range(min(TOGETHER, args.episodes))]
+        envs = [
+            stack.enter_context(contextlib.closing(make(env_id, **settings)))
+            for _ in range(min(TOGETHER, args.episodes))
+        ]
         policy = load_policy(name, envs[0], seed, deterministic=not args.sampled)
         for start in range(0, args.episodes, TOGETHER):
             now = each[start : start + TOGETHER]
@@ -100,7 +105,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     for name in args.policies:
         trained = read_trained(name)
         seeds_used, episodes = zip(*episodes_of(args, trained, name), strict=True)
-        between = reference(trained.environment(args.env))
+        between = reference(trained.environment(args.env)[0])
         scores = normalized([e.return_ for e in episodes], between).tolist() if between else None
         found.append({"policy": name, "step": trained.facts["step"], **summary(list(episodes), scores)})
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -52,6 +53,8 @@ class Args:
     """Export the policy with its exploration noise. By default it acts as in evaluations."""
     env: str | None = None
     """Environment whose action bounds are used instead of those of the run's."""
+    env_kwargs: str = "{}"
+    """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
 
 
 class Draws(TorchFunctionMode):
@@ -109,9 +112,9 @@ def main(args: Args) -> Path:
         raise InputError(f"export needs {', '.join(missing)}: make export installs them, or pip install -e '.[export]'")
     torch.set_num_threads(1)
     trained = read_trained(args.policy)
-    env_id = trained.environment(args.env)
-    box = action_box(env_id)
-    obs = observations(env_id, int(trained.arguments["seed"]))
+    env_id, settings = trained.environment(args.env, args.env_kwargs)
+    box = action_box(env_id, **settings)
+    obs = observations(make(env_id, **settings), int(trained.arguments["seed"]))
     agent = load_agent(trained, obs.shape[1], box.shape[0], 0)
     module = Exported(agent, box.low, box.high, args.sampled).eval()
     output = args.output or trained.output("policy.onnx", env_id)
@@ -131,16 +134,16 @@ def main(args: Args) -> Path:
     return output
 
 
-def observations(env_id: str, seed: int) -> NDArray[np.float32]:
-    """Return observations [OBSERVATIONS, obs_dim] of episodes with random actions."""
-    env, found = make(env_id), list[NDArray[np.float32]]()
+def observations(env: gym.Env[Any, Any], seed: int) -> NDArray[np.float32]:
+    """Return observations [OBSERVATIONS, obs_dim] of episodes with random actions, and close the environment."""
+    found = list[NDArray[np.float32]]()
     random, episode_seeds = np.random.default_rng(seed), iter(seeds(seed, "export", OBSERVATIONS))
     done = True
     while len(found) < OBSERVATIONS:
         if done:
             obs, _ = env.reset(seed=next(episode_seeds))
         found.append(obs)
-        action = random.uniform(-1, 1, env.action_space.shape).astype(np.float32)
+        action = random.uniform(-1, 1, env.action_space.shape or ()).astype(np.float32)
         obs, _, terminated, truncated, _ = env.step(action)
         done = terminated or truncated
     env.close()

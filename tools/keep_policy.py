@@ -39,7 +39,8 @@ class Args:
 
 def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
     """Return the returns of evaluation episodes with this seed, in the run's environment."""
-    envs = [make(run.arguments["env"]) for _ in range(min(TOGETHER, episodes))]
+    env_id, settings = run.environment()
+    envs = [make(env_id, **settings) for _ in range(min(TOGETHER, episodes))]
     sizes = flatdim(envs[0].observation_space), flatdim(envs[0].action_space)
     policy = eval_policy(load_agent(run, *sizes, run.arguments["seed"]))
     each = seeds(seed, "kept", episodes)
@@ -60,7 +61,8 @@ def main(args: Args) -> Path:
     means = [statistics.mean(returns_of(run, *TO_CHOOSE)) for run in runs]
     best = runs[means.index(max(means))]
     returns = returns_of(best, *TO_REPORT)
-    env = make(best.arguments["env"])
+    env_id, settings = best.environment()
+    env = make(env_id, **settings)
     obs = env.reset(seed=0)[0][None]
     agent = load_agent(best, obs.shape[1], flatdim(env.action_space), best.arguments["seed"])
     chosen_from = [[run.arguments["seed"], mean] for run, mean in zip(runs, means, strict=True)]

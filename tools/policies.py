@@ -29,11 +29,13 @@ from torch import Tensor
 
 from common import checkpoint
 from common.acting import eval_policy, uniform_actions
+from common.arguments import env_settings, json_object
 from common.errors import InputError
 from common.messages import log
 from common.policy_file import SUFFIX, load_into, read_policy
 from common.run_folder import CONFIG, has_checkpoint, read_config, state_path
 from envs.d4rl import PointMaze
+from envs.settings import settings_in
 from offline.environments import environment_of
 from tools.waypoints import NOISE, Waypoints
 
@@ -76,12 +78,18 @@ class Trained:
     state: dict[str, Any]
     """The last checkpoint of a run folder, or the tensors of a policy file."""
 
-    def environment(self, env: str | None) -> str:
-        """Return `env`, by default the id that it was trained on. Raise InputError if that is unknown."""
-        env_id = str(env or self.arguments.get("env") or "")
+    def environment(self, env: str | None = None, env_kwargs: str = "{}") -> tuple[str, dict[str, Any]]:
+        """Return `env`, by default the id that it was trained on, and the arguments of `envs.make.make`.
+
+        `env_kwargs` is JSON. Raise InputError if no environment is known, or if it is that of the training with other
+        arguments.
+        """
+        own = self.arguments.get("env")
+        env_id = str(env or own or "")
         if not env_id:
             raise InputError(f"{self.path} used its dataset's environment and does not name it: give --env")
-        return env_id
+        asked: dict[str, Any] = json.loads(json_object("--env-kwargs", env_kwargs))
+        return env_id, settings_in(env_id, asked, own, env_settings(**self.arguments), str(self.path))
 
     def output(self, name: str, env_id: str) -> Path:
         """Return <run>/`name`, or for a policy file <algorithm>-<env> with `name`'s suffix, in the current folder."""

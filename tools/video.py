@@ -62,6 +62,8 @@ class Args:
     """Seed of the episodes, used as a run uses --seed for evaluations. By default it is the run's own."""
     env: str | None = None
     """Environment to use instead of the run's, with the same observations and actions."""
+    env_kwargs: str = "{}"
+    """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
 
     def __post_init__(self) -> None:
         at_least(1, episodes=self.episodes)
@@ -78,10 +80,10 @@ def watch(args: Args) -> None:
     """
     torch.set_num_threads(1)
     run = read_trained(args.policy)
-    env_id = run.environment(args.env)
-    env = make(env_id, render_mode=None if args.play else "rgb_array")
+    env_id, settings = run.environment(args.env, args.env_kwargs)
+    env = make(env_id, **settings | {"render_mode": None if args.play else "rgb_array"})
     if args.play and not _is_mujoco(env):
-        env = make(env_id, render_mode="human")
+        env = make(env_id, **settings | {"render_mode": "human"})
     output = args.output or run.output("video.mp4", env_id)
     each = seeds(int(run.arguments["seed"]) if args.seed is None else args.seed, "evaluation", args.episodes)
     policy = load_policy(str(args.policy), env, each[0], deterministic=not args.sampled)

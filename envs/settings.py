@@ -1,0 +1,51 @@
+"""The settings of an environment besides its id, which are the keyword arguments of `envs.make.make`."""
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import InputError
+from envs.make import find, make, make_vector
+
+# Arguments of `make` and `make_vector` themselves. No environment's constructor can get them.
+RESERVED = sorted({*inspect.signature(make).parameters, *inspect.signature(make_vector).parameters} - {"kwargs"})
+
+
+def require_constructor_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raise InputError if one of `kwargs` cannot be meant for an environment's constructor, or has a wrong value."""
+    if wrong := sorted(kwargs.keys() & {*RESERVED}):
+        raise InputError(f"--env-kwargs has {', '.join(wrong)}: give arguments of the environment's constructor only")
+    for name in ("max_episode_steps", "action_repeat"):
+        value = 1 if kwargs.get(name) is None else kwargs[name]
+        if not (isinstance(value, int) and 0 < value < 2**31 and value is not True):
+            raise InputError(f"{name} is {value!r}: give a whole number above 0")
+
+
+def settings_in(
+    env_id: str, asked: dict[str, Any], made_in: str | None, made_with: dict[str, Any] | None, what: str
+) -> dict[str, Any]:
+    """Return the `kwargs` of `make` for an environment in which data or a policy is used: `what`, in messages.
+
+    It was made in the environment `made_in` with the arguments `made_with`, None if these are not known. They apply
+    unless `env_id` is another environment. `asked` are the user's. Raises InputError if these differ, the time limit
+    aside, because observations or rewards would then have another meaning.
+    """
+    require_constructor_arguments(asked)
+    if env_id != made_in or made_with is None:
+        return asked
+    if not is_same_variant(env_id, made_with | asked, made_with):
+        there, here = (json.dumps(k, default=str) for k in (made_with, asked))
+        raise InputError(
+            f"{what} was made in {env_id} with the arguments {there[:300]}, not {here[:300]}\n"
+            "leave --env-kwargs and --action-repeat out to use those, or give other data or another policy"
+        )
+    return made_with | asked
+
+
+def is_same_variant(env_id: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether both settings make the same environment, the time limit aside."""
+    # Through JSON, because files store tuples as lists.
+    registered = {"action_repeat": 1} | find(env_id).kwargs
+    full = [json.loads(json.dumps(registered | k | {"max_episode_steps": None}, default=str)) for k in (one, other)]
+    return bool(full[0] == full[1])
