@@ -31,7 +31,8 @@ from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
 from envs.make import make, make_vector
-from offline.write import MINARI, Infos, Transitions, recipe_at, write_d4rl, write_minari
+from offline.arrays import Transitions
+from offline.write import MINARI, Infos, recipe_at, write_d4rl, write_minari
 from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained
 
 
