@@ -129,6 +129,8 @@ def test_episode_ends_instead_of_truncations(capsys: pytest.CaptureFixture[str])
     assert by_ends.buffer.rows.equal(written("truncations.hdf5").buffer.rows)
     assert by_ends.truncations.tolist() == arrays()["truncations"].tolist()
     assert "warning" not in capsys.readouterr().err
+    with h5py.File("ends.hdf5") as file:
+        assert np.array_equal(file["timeouts"], arrays()["truncations"])
     inside = written("inside.hdf5", truncations=None, episode_ends=ends, **edited("terminations", 1, 1))
     assert inside.lengths.tolist() == [2, 2, 1, 3, 5]
     assert "1 terminations are not among the episode_ends" in capsys.readouterr().err
@@ -138,6 +140,10 @@ def test_episode_ends_instead_of_truncations(capsys: pytest.CaptureFixture[str])
 def test_an_open_end_is_cut(output: str, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = written(output, **edited("terminations", 12, 0))
     assert dataset.truncations[-1]
+    assert dataset.lengths.tolist() == list(LENGTHS)
+    if output in OUTPUTS[:1]:
+        with h5py.File(output) as file:
+            assert file["timeouts"][-1]
     assert "warning: the last row does not end an episode: it is stored as cut there" in capsys.readouterr().err
 
 
@@ -148,6 +154,14 @@ def test_the_environment_gives_its_box_and_its_arguments(output: str) -> None:
     dataset = written(output, **changed, env="Pendulum-v1", env_kwargs=kwargs)
     assert (dataset.env, dataset.env_kwargs) == ("Pendulum-v1", kwargs)
     assert np.allclose(dataset.column("actions")[:, 0], np.linspace(-1, 1, 13))
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_box_of_the_datas_own_comes_before_that_of_the_environment(output: str) -> None:
+    """The actions then have other units than the environment's."""
+    actions = np.linspace(0.0, 10.0, 13)[:, None]
+    dataset = written(output, actions=actions, action_low=0.0, action_high=10.0, env="Pendulum-v1")
+    assert np.allclose(dataset.column("actions")[:, 0], np.linspace(-1, 1, 13), atol=1e-6)
 
 
 def test_columns_and_numbers_of_any_type() -> None:
