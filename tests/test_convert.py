@@ -256,7 +256,7 @@ def test_arrays_with_d4rls_names_and_all_facts() -> None:
     assert dataset.reference == (-5.0, 5.0)
     with h5py.File("out.hdf5") as file:
         kind = json.loads(file.attrs["recipe"])["sources"][0]["kind"]
-    assert kind == "named.npz, arrays with D4RL's names"
+    assert kind == "named.npz, an npz with D4RL's names"
     main(Args(Path("named.npz"), "minari:mine/named-v0", **BOX))
     assert minari.load_dataset("mine/named-v0").total_steps == 9
 
@@ -281,7 +281,7 @@ OBJECTS = np.array([True, np.array([False, True])], dtype=object)
 REFUSED: dict[str, tuple[Callable[[], Path], dict[str, Any], str]] = {
     "none": (lambda: Path("none.npz"), {}, "there is no file none.npz"),
     "text": (lambda: saved(b"years of work"), {}, r"file is a text file, no .npz or HDF5 file.*\nknown: .*OGBench"),
-    "pickle": (lambda: saved(pickle.dumps(Bomb())), {}, "file is a pickle, no .npz or HDF5 file"),
+    "pickle": (lambda: saved(pickle.dumps(Bomb())), {}, r"is a pickle, no .npz.*\n.*docs/data.md has a recipe"),
     "other npz": (lambda: (np.savez("a.npz", x=[1], y=[2]), Path("a.npz"))[1], {}, "an archive of x, y, of no known"),
     "other HDF5": (lambda: raw_hdf5(x=[1]), {}, "an HDF5 file of x, of no known format"),
     "D4RL's": (lambda: make(Path("d.hdf5"), "..t"), {}, "is in D4RL's layout already: give it as --dataset"),

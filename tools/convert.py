@@ -181,7 +181,7 @@ def of_imitation(args: Args, file: Archive) -> Arrays:
 
 
 FORMATS = (
-    Format("arrays with D4RL's names", ("observations", "actions", "rewards", "terminals", "timeouts"), of_d4rl),
+    Format("an npz with D4RL's names", ("observations", "actions", "rewards", "terminals", "timeouts"), of_d4rl),
     Format("OGBench's npz", ("observations", "actions", "terminals"), of_ogbench),
     Format(
         "an expert's npz of Stable-Baselines 2", ("obs", "actions", "rewards", "episode_starts"), of_stable_baselines
@@ -334,7 +334,10 @@ def _read_hdf5(args: Args) -> tuple[str, Arrays]:
 
 def _unknown(args: Args, what: str) -> InputError:
     known = "; ".join(f"{each.name} ({', '.join(each.keys)})" for each in FORMATS)
-    return InputError(f"{args.file} is {what}, of no known format\nknown: {known}; robomimic's HDF5 (data/demo_0)")
+    return InputError(
+        f"{args.file} is {what}, of no known format\nknown: {known}; robomimic's HDF5 (data/demo_0); "
+        "docs/data.md has a recipe for pickles"
+    )
 
 
 def main(args: Args) -> None:
