@@ -59,7 +59,7 @@ def _complaint(path: Path, error: Exception) -> str:
     if not head:
         return "is an empty file: give an HDF5 file in D4RL's layout (docs/data.md)"
     if not head.startswith(SIGNATURE) and not h5py.is_hdf5(path):  # a user block may precede the signature
-        return f"is {_kind(head)}not an HDF5 file: give one in D4RL's layout (docs/data.md)"
+        return f"is {kind_of(head)}not an HDF5 file: give one in D4RL's layout (docs/data.md)"
     if locked:
         return "is open for writing elsewhere: close it there first"
     if "open for write" in reason:
@@ -79,7 +79,7 @@ def _is_locked(number: int) -> bool:
     return False
 
 
-def _kind(head: bytes) -> str:
+def kind_of(head: bytes) -> str:
     """Return what a file that begins with `head` is, with a comma at the end; empty if it is not known."""
     if b".npy" in head and head.startswith(b"PK"):
         return "a NumPy archive (.npz), "

@@ -15,48 +15,137 @@ import h5py
 import minari
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.spaces import Dict, flatdim, unflatten
+from gymnasium.spaces import Box, Dict, flatdim, unflatten
 from minari.data_collector import EpisodeBuffer
 from minari.dataset.minari_dataset import parse_dataset_id
 from minari.dataset.minari_storage import MinariStorage
 from minari.namespace import create_namespace, list_local_namespaces
 from minari.storage import get_dataset_path
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from common import checkpoint
 from common.errors import InputError, RunError
 from common.messages import log
+from common.provenance import versions
+from envs.make import unwrapped
+from envs.settings import require_constructor_arguments
+from offline.arrays import Array, Transitions, checked, with_successors
+from offline.recording import checked_attributes, distance_outside
 
-Array = NDArray[Any]
 Infos = dict[str, Array]  # by name [2, n]: each transition's number that came with obs, and with next_obs
 MINARI = "minari:"  # prefix of an output that is a dataset's id, not a file
 
 
-class Transitions(NamedTuple):
-    """Episodes one after another, each in the order of time. The last transition of each is marked as its end.
+class Spaces(NamedTuple):
+    """What a dataset stores of its environment, if that is unknown or if the actions have units of their own."""
 
-    obs and next_obs [n, obs_dim] and rewards [n] are float32. actions [n, action_dim] are in the environment's own
-    units and precision. terminations, truncations and cuts [n] are bool. `cuts` are ends that the collection made and
-    after which the environment would have continued.
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    spec: EnvSpec | None
+
+
+def write_dataset(
+    output: str | Path,
+    *,
+    observations: ArrayLike,
+    actions: ArrayLike,
+    rewards: ArrayLike,
+    terminations: ArrayLike,
+    truncations: ArrayLike | None = None,
+    episode_ends: ArrayLike | None = None,
+    next_observations: ArrayLike | None = None,
+    env: str | None = None,
+    env_kwargs: dict[str, Any] | None = None,
+    action_low: ArrayLike | None = None,
+    action_high: ArrayLike | None = None,
+    ref_scores: tuple[float, float] | None = None,
+    source: str = "arrays",
+) -> None:
+    """Write arrays of your own as a dataset, completely or not at all. All are checked first.
+
+    One row is one step of n, and episodes follow one another.
+
+    - `output`: a file that ends in .hdf5, or minari:namespace/name-v0. It must not exist.
+    - `observations` [n, obs_dim]: before each step. `next_observations`: after it, also at the end of an episode.
+    - `actions` [n, action_dim]: in the units of their box. `rewards` [n].
+    - `terminations` [n]: whether the MDP ended with this step, so that no value follows.
+    - `truncations` [n]: whether a time limit or the recording ended the episode here. Instead you can give
+      `episode_ends` [n], the last step of every episode. Of these, steps that do not terminate are truncated.
+    - `env`: Gymnasium id of the environment for evaluation, as `--env` takes it, with its arguments `env_kwargs`.
+    - `action_low`, `action_high`: box of the actions, one number or [action_dim]. By default it is that of `env`.
+    - `ref_scores`: returns that score 0 and 100. `source`: a note on the data's origin, which the dataset keeps.
+
+    Raises InputError if something is missing, does not fit or exists. Raises RunError if the disk has no room.
     """
+    output = str(output)
+    data = checked(observations, actions, rewards, terminations, truncations, episode_ends, next_observations)
+    low_high = {"action_low": action_low, "action_high": action_high}
+    attributes = {name: end for name, end in low_high.items() if end is not None}
+    try:
+        attributes |= {"env": env, "env_kwargs": json.dumps(env_kwargs or {})} if env else {}
+    except (TypeError, ValueError) as error:
+        raise InputError(f"env_kwargs do not fit into JSON: {error}") from None
+    box = checked_attributes(output, attributes, data.actions.shape[1]).get("box")
+    require_constructor_arguments(env_kwargs or {})
+    if ref_scores is not None and not (np.isfinite(ref_scores).all() and ref_scores[0] < ref_scores[1]):
+        raise InputError(f"ref_scores are {ref_scores}: give two numbers, the smaller one first")
+    spaces = _spaces(data, env, env_kwargs or {}, box)
+    actions_box: Any = spaces.action_space
+    if outside := int((distance_outside(data.actions, actions_box.low, actions_box.high) > 0).any(axis=1).sum()):
+        share = outside / len(data.rewards)
+        log.warning(f"{share:.2%} of the steps have actions outside their box: they are clipped when they are loaded")
+    lost = int((data.timeouts & ~data.terminations).sum()) if next_observations is None else 0
+    in_minari = output.startswith(MINARI)
+    if lost:
+        fate = "are left out" if in_minari else "count in the returns only"
+        log.warning(f"without next_observations, the last steps of {lost:,} cut episodes {fate}")
+    if lost and in_minari:
+        data = with_successors(data)
+    episodes, cut = len(list(data.episodes())), int((data.timeouts & ~data.terminations).sum())
+    recipe: dict[str, Any] = {
+        "arguments": {"env": env} if env else {},
+        "sources": [{"kind": source}],
+        "transitions": len(data.rewards),
+        "episodes": episodes,
+        "versions": versions(),
+    }
+    if recipe_at(output) is not None:
+        raise InputError(f"{output} exists: give another output")
+    if in_minari:
+        data = data._replace(actions=data.actions.astype(actions_box.dtype))
+        write_minari(output.removeprefix(MINARI), data, spaces, recipe, ref_scores)
+    else:
+        arrays = _d4rl_arrays(data)
+        if next_observations is None:
+            del arrays["next_observations"]
+        attributes |= {"action_low": actions_box.low, "action_high": actions_box.high}
+        _write_hdf5(Path(output), arrays, attributes | _recipe_and_scores(recipe, ref_scores))
+    log.info(
+        f"{len(data.rewards):,} steps in {episodes:,} episodes ({episodes - cut:,} terminated, {cut:,} cut) are "
+        f"written to {output}"
+    )
 
-    obs: Array
-    actions: Array
-    rewards: Array
-    next_obs: Array
-    terminations: Array
-    truncations: Array
-    cuts: Array
 
-    @property
-    def timeouts(self) -> Array:
-        timeouts: Array = self.truncations | self.cuts
-        return timeouts
+def _spaces(data: Transitions, env_id: str | None, kwargs: dict[str, Any], box: tuple[Array, Array] | None) -> Spaces:
+    """Return the spaces of the environment, with the `box` of the data if it is given.
 
-    def episodes(self) -> Iterator[slice]:
-        """Yield the slice of each episode."""
-        ends = np.flatnonzero(self.terminations | self.timeouts) + 1
-        yield from map(slice, [0, *ends[:-1].tolist()], ends.tolist())
+    Raises InputError if the box is unknown, or if the environment does not start or does not fit the data.
+    """
+    obs_dim, action_dim = data.obs.shape[1], data.actions.shape[1]
+    own_box = box and Box(box[0].astype(np.float32), box[1].astype(np.float32), dtype=np.float32)
+    if env_id is None:
+        if own_box is None:
+            raise InputError("the box of the actions is unknown: give action_low and action_high, or env")
+        return Spaces(Box(-np.inf, np.inf, (obs_dim,), np.float32), own_box, None)
+    env = unwrapped(env_id, **kwargs)
+    env.close()
+    sizes = flatdim(env.observation_space), flatdim(env.action_space)
+    if sizes != (obs_dim, action_dim):
+        raise InputError(
+            f"the arrays have {obs_dim} observations and {action_dim} actions, {env_id} has {sizes[0]} and {sizes[1]}: "
+            "give another env, or none"
+        )
+    return Spaces(env.observation_space, own_box or env.action_space, env.spec)
 
 
 def recipe_at(output: str) -> dict[str, Any] | None:
@@ -122,7 +211,18 @@ def write_d4rl(
     Raises RunError if the file cannot be written.
     """
     box: Any = env.action_space
-    datasets = {
+    assert env.spec is not None  # an environment made by gym.make has one
+    attributes = {
+        "env": env_id,
+        "env_kwargs": json.dumps(env.spec.kwargs | (settings or {}), default=str),
+        "action_low": box.low,
+        "action_high": box.high,
+    }
+    _write_hdf5(path, _d4rl_arrays(transitions), attributes | _recipe_and_scores(recipe, ref_scores))
+
+
+def _d4rl_arrays(transitions: Transitions) -> dict[str, Array]:
+    return {
         "observations": transitions.obs,
         "actions": transitions.actions.astype(np.float32),
         "rewards": transitions.rewards,
@@ -130,18 +230,16 @@ def write_d4rl(
         "timeouts": transitions.timeouts,
         "next_observations": transitions.next_obs,
     }
-    assert env.spec is not None  # an environment made by gym.make has one
-    attributes = {
-        "env": env_id,
-        "env_kwargs": json.dumps(env.spec.kwargs | (settings or {}), default=str),
-        "action_low": box.low,
-        "action_high": box.high,
-        "recipe": json.dumps(recipe, indent=2),
-        **_scores(ref_scores),
-    }
+
+
+def _recipe_and_scores(recipe: dict[str, Any], ref_scores: tuple[float, float] | None) -> dict[str, Any]:
+    return {"recipe": json.dumps(recipe, indent=2), **_scores(ref_scores)}
+
+
+def _write_hdf5(path: Path, arrays: dict[str, Array], attributes: dict[str, Any]) -> None:
     data = io.BytesIO()  # in memory first: on a full disk, HDF5 raises errors of its own, more than once
     with h5py.File(data, "w") as file:
-        for name, values in datasets.items():
+        for name, values in arrays.items():
             file.create_dataset(name, data=values, compression="gzip", shuffle=True, fletcher32=True)
         file.attrs.update(attributes)
     try:
@@ -154,7 +252,7 @@ def write_d4rl(
 def write_minari(
     dataset_id: str,
     transitions: Transitions,
-    env: gym.Env[Any, Any],
+    env: gym.Env[Any, Any] | Spaces,
     recipe: dict[str, Any],
     ref_scores: tuple[float, float] | None = None,
     infos: Infos | None = None,
@@ -178,7 +276,7 @@ def write_minari(
                 "dataset_id": dataset_id,
                 "minari_version": minari.__version__,
                 "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
-                "description": "Collected by onramp's tools.collect; how is in the entry recipe.",
+                "description": "Written by onramp; how is in the entry recipe.",
                 "recipe": json.dumps(recipe),
                 **_scores(ref_scores),
             }
@@ -209,13 +307,14 @@ def write_minari(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _whole_spec(env: gym.Env[Any, Any]) -> EnvSpec | None:
+def _whole_spec(env: gym.Env[Any, Any] | Spaces) -> EnvSpec | None:
     """Return the spec with its time limit, as `gym.make` of its id gives it.
 
     A class that was registered itself is stored as module:Class, so that readers find it too. If the spec does not fit
     into JSON, print a warning and return None.
     """
-    assert env.spec is not None
+    if env.spec is None:
+        return None
     registered = gym.registry.get(env.spec.id, env.spec)
     spec = dataclasses.replace(env.spec, disable_env_checker=registered.disable_env_checker)
     module, name = (getattr(spec.entry_point, key, "") for key in ("__module__", "__qualname__"))
@@ -233,7 +332,7 @@ def _whole_spec(env: gym.Env[Any, Any]) -> EnvSpec | None:
     return spec
 
 
-def _buffers(transitions: Transitions, env: gym.Env[Any, Any], infos: Infos) -> Iterator[EpisodeBuffer]:
+def _buffers(transitions: Transitions, env: gym.Env[Any, Any] | Spaces, infos: Infos) -> Iterator[EpisodeBuffer]:
     for episode in transitions.episodes():
         part = Transitions(*(values[episode] for values in transitions))
         yield EpisodeBuffer(

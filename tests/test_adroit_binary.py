@@ -13,10 +13,10 @@ from common.command_line import command_line
 from common.errors import Finished, InputError
 from envs.d4rl import solved
 from envs.make import make
+from offline.arrays import Transitions
 from offline.dataset import load
 from offline.environments import BINARY
 from offline.scores import normalized, reference
-from offline.write import Transitions
 from tools.adroit_binary import Args, main, run, until_solved
 
 PEN = SHARED / "data" / "adroit" / "pen-human-sparse.hdf5"

@@ -30,9 +30,10 @@ from common.messages import log
 from common.provenance import commit, versions
 from envs.d4rl import solved
 from offline import d4rl
+from offline.arrays import Transitions
 from offline.dataset import Dataset, load
 from offline.environments import BINARY
-from offline.write import Transitions, recipe_at, write_d4rl
+from offline.write import recipe_at, write_d4rl
 
 
 @dataclass

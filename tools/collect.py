@@ -33,7 +33,8 @@ from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
 from envs.make import make, make_vector, unwrapped
 from envs.settings import is_same_variant, require_constructor_arguments
-from offline.write import MINARI, Infos, Transitions, recipe_at, write_d4rl, write_minari
+from offline.arrays import Transitions
+from offline.write import MINARI, Infos, recipe_at, write_d4rl, write_minari
 from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained
 
 

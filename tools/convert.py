@@ -1,0 +1,353 @@
+"""Convert a file of another project into a dataset that `--dataset` takes. Nothing is ever unpickled.
+
+    python -m tools.convert cube-single.npz --output data/cube-single.hdf5
+    python -m tools.convert expert_hopper.npz --env Hopper-v4 --output data/hopper-expert.hdf5
+    python -m tools.convert low_dim.hdf5 --obs-keys robot0_eef_pos object --output minari:robomimic/lift-v0
+
+The format is recognised from the contents, and printed. docs/data.md describes the formats.
+"""
+
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import gymnasium as gym
+import h5py
+import numpy as np
+import tyro
+from numpy.lib.npyio import NpzFile
+
+from common.command_line import command_line
+from common.errors import InputError
+from common.messages import log
+from envs.make import make
+from offline import d4rl
+from offline.arrays import Array
+from offline.hdf5 import BAD_FILE, kind_of, opened, unreadable
+from offline.write import write_dataset
+
+Arrays = dict[str, Any]  # arguments of `write_dataset`
+# What NumPy raises on a damaged archive, and on one whose arrays are pickles.
+BAD_ARCHIVE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass
+class Args:
+    file: Annotated[Path, tyro.conf.Positional]
+    """File to convert."""
+    output: str
+    """Dataset to write: a file that ends in .hdf5 (D4RL's layout), or minari:namespace/name-v0."""
+    env: str | None = None
+    """Gymnasium id of the environment for evaluation."""
+    horizon: int | None = None
+    """Time limit in steps, for files that do not distinguish terminations from time limits.
+    Episodes of this length are truncated, shorter ones terminated. By default it is the limit of --env."""
+    obs_keys: tuple[str, ...] = ()
+    """Observations of a robomimic file, joined in this order. By default, all vectors by name."""
+    action_low: tuple[float, ...] = ()
+    """Lowest action, one number or one for each dimension. By default it is that of --env."""
+    action_high: tuple[float, ...] = ()
+    """Highest action, as --action-low."""
+    ref_scores: tuple[float, float] | None = None
+    """Returns that score 0 and 100, to store with the data."""
+
+    def __post_init__(self) -> None:
+        if self.horizon is not None and self.horizon < 1:
+            raise InputError(f"--horizon is {self.horizon}: give a number from 1 up")
+
+
+class Format(NamedTuple):
+    """A format of .npz files: it is recognised by `keys`."""
+
+    name: str
+    keys: tuple[str, ...]
+    read: Callable[[Args, "Archive"], Arrays]
+
+
+class Archive:
+    """The arrays of an .npz file. One that needs unpickling is refused when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            found = np.load(path, allow_pickle=False)
+        except BAD_ARCHIVE as error:
+            raise InputError(f"{path} is damaged ({error}): put a whole copy in its place") from None
+        assert isinstance(found, NpzFile)  # its first bytes are a zip archive's
+        self.file, self.keys = found, found.files
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys
+
+    def __getitem__(self, key: str) -> Array:
+        try:
+            array = self.file[key]
+        except BAD_ARCHIVE as error:
+            if "allow_pickle" not in str(error):
+                raise InputError(f"{self.path} is damaged at {key} ({error}): put a whole copy in its place") from None
+            raise InputError(
+                f"{self.path} holds {key} as a pickle, which is not loaded: save it as plain numbers (docs/data.md)"
+            ) from None
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{self.path}: {key} is no array")
+        return array
+
+
+def of_d4rl(args: Args, file: Archive) -> Arrays:
+    """Return D4RL's arrays, which have their names."""
+    _leave_out(args, "horizon", "obs_keys")
+    arrays = {"observations": "observations", "actions": "actions", "rewards": "rewards"}
+    arrays |= {"terminations": "terminals", "truncations": "timeouts"}
+    arrays |= {"next_observations": "next_observations"} if "next_observations" in file else {}
+    return {name: file[key] for name, key in arrays.items()}
+
+
+def of_ogbench(args: Args, file: Archive) -> Arrays:
+    """Return OGBench's transitions, from its own file or from what its loader returns.
+
+    `terminals` are the ends of trajectories. `masks` are 0 where the task is solved, which terminates. Without
+    next_observations, a trajectory's last row holds its last observation and is no transition. `valids`, of the
+    loader's compact form, are 0 in these rows, and `terminals` then are 1 in the row before them too.
+
+    Source: Park et al. 2024, "OGBench", arXiv 2410.20092, and the loader of its package (MIT), version 1.2.1.
+    """
+    _leave_out(args, "horizon", "obs_keys")
+    if "rewards" not in file or "masks" not in file:
+        raise InputError(
+            f"{args.file} has no rewards and masks: OGBench computes them for one task\n"
+            "save what its loader returns for a singletask name, as docs/data.md shows, and convert that"
+        )
+    names = ("observations", "actions", "rewards", "masks", "terminals", "valids", "next_observations")
+    rows = {name: file[name] for name in names if name in file}
+    _same_length(args, rows)
+    if "next_observations" in rows:
+        ends = rows["terminals"] != 0
+    else:
+        is_last = rows["valids"] == 0 if "valids" in rows else rows["terminals"] != 0
+        is_last[-1:] = True
+        following = np.flatnonzero(~is_last) + 1
+        next_obs, ends = rows["observations"][following], is_last[following]
+        rows = {name: values[~is_last] for name, values in rows.items()} | {"next_observations": next_obs}
+    arrays = {name: rows[name] for name in ("observations", "actions", "rewards", "next_observations")}
+    return arrays | {"terminations": rows["masks"] == 0, "episode_ends": ends} | _unit_box(args)
+
+
+def of_stable_baselines(args: Args, file: Archive) -> Arrays:
+    """Return what Stable-Baselines 2 records of an expert. It marks starts only, and has no last observations.
+
+    Source: Hill et al., `generate_expert_traj` of stable-baselines 2.10.2 (MIT).
+    """
+    _leave_out(args, "obs_keys")
+    ends = np.append(file["episode_starts"][1:] != 0, True)
+    arrays = {"observations": file["obs"], "actions": file["actions"], "rewards": file["rewards"]}
+    return arrays | {"episode_ends": ends, "terminations": _terminations(args, ends)}
+
+
+def of_imitation(args: Args, file: Archive) -> Arrays:
+    """Return the trajectories of imitation, which have one more observation than actions. `infos` are not read.
+
+    `terminal` is set for whole episodes, also for those that a time limit ended.
+
+    Source: Gleave et al. 2022, "imitation", arXiv 2211.11972, and `types.save` of its package (MIT), version 0.3.1.
+    """
+    _leave_out(args, "obs_keys")
+    if "rews" not in file:
+        raise InputError(
+            f"{args.file} has no rewards (rews): for imitation alone, write it with zeros by "
+            "offline.write.write_dataset (docs/data.md)"
+        )
+    obs, actions, starts, terminal = file["obs"], file["acts"], file["indices"], file["terminal"]
+    bounds = np.concatenate([[0], starts, [len(actions)]]).astype(np.int64)
+    count = len(bounds) - 1
+    if not (np.diff(bounds) > 0).all() or len(obs) != len(actions) + count or terminal.shape != (count,):
+        raise InputError(f"{args.file}: indices, obs, acts and terminal do not fit together: put a whole copy there")
+    ends = np.isin(np.arange(len(actions)), bounds[1:] - 1)
+    last = bounds[1:] + np.arange(count)  # rows of the trajectories' last observations
+    terminations = _terminations(args, ends)
+    terminations[bounds[1:] - 1] &= terminal
+    return {
+        "observations": np.delete(obs, last, axis=0),
+        "next_observations": np.delete(obs, np.append(0, last[:-1] + 1), axis=0),
+        "actions": actions,
+        "rewards": file["rews"],
+        "terminations": terminations,
+        "episode_ends": ends,
+    }
+
+
+FORMATS = (
+    Format("an npz with D4RL's names", ("observations", "actions", "rewards", "terminals", "timeouts"), of_d4rl),
+    Format("OGBench's npz", ("observations", "actions", "terminals"), of_ogbench),
+    Format(
+        "an expert's npz of Stable-Baselines 2", ("obs", "actions", "rewards", "episode_starts"), of_stable_baselines
+    ),
+    Format("an expert's npz of imitation", ("obs", "acts", "terminal", "indices"), of_imitation),
+)
+ROBOMIMIC = ("data/demo_0/obs", "data/demo_0/actions", "data/demo_0/rewards", "data/demo_0/dones")
+
+
+def of_robomimic(args: Args, file: h5py.File) -> Arrays:
+    """Return the demonstrations of robomimic, in the order of their numbers.
+
+    Depending on the options of its scripts, `dones` are 1 where the task is solved, at the end of every demonstration,
+    or both. If rewards are 0 and 1, an end with reward 0 is therefore a truncation.
+
+    Source: Mandlekar et al. 2021, "What Matters in Learning from Offline Human Demonstrations", arXiv 2108.03298, and
+    docs/datasets and scripts of its package (MIT).
+    """
+    data = file["data"]
+    made_in = json.loads(data.attrs.get("env_args", "{}")).get("env_name", "an unknown environment")
+    if made_in in d4rl.IDS:
+        raise InputError(f"{args.file} is D4RL's {made_in} with time limits as terminations: give --dataset {made_in}")
+    names = sorted((name for name in data if re.fullmatch(r"demo_\d+", name)), key=lambda name: int(name[5:]))
+    demos = [data[name] for name in names]
+    keys = _obs_keys(args, demos[0]["obs"])
+    log.info(f"{len(demos):,} demonstrations in {made_in}; observations: {', '.join(keys)}")
+    arrays = {
+        "observations": _joined(demos, "obs", keys),
+        "actions": np.concatenate([demo["actions"][()] for demo in demos]),
+        "rewards": np.concatenate([demo["rewards"][()] for demo in demos]),
+    }
+    if all("next_obs" in demo for demo in demos):
+        arrays["next_observations"] = _joined(demos, "next_obs", keys)
+    terminations = np.concatenate([demo["dones"][()] for demo in demos]) != 0
+    last = np.cumsum([len(demo["actions"]) for demo in demos]) - 1
+    ends = np.isin(np.arange(len(terminations)), last)
+    _same_length(args, arrays | {"dones": terminations, "ends": ends})
+    if args.horizon:
+        terminations &= ~ends | _terminations(args, ends)
+    elif set(np.unique(arrays["rewards"])) <= {0, 1}:
+        terminations &= ~ends | (arrays["rewards"] == 1)
+    elif terminations[last].all():
+        log.warning("every demonstration ends with a termination: give --horizon if a time limit ended some of them")
+    return arrays | {"terminations": terminations, "episode_ends": ends} | _unit_box(args)
+
+
+def _obs_keys(args: Args, group: h5py.Group) -> list[str]:
+    """Return the observations to join. Images are left out. Raises InputError if one that is asked for is none."""
+    vectors = [key for key in group if isinstance(group[key], h5py.Dataset) and group[key].ndim <= 2]
+    if wrong := [key for key in args.obs_keys if key not in vectors]:
+        what = "no vector" if wrong[0] in group else "not in the file"
+        raise InputError(f"--obs-keys: {wrong[0]} is {what}: choose from {', '.join(vectors) or 'none'}")
+    if not vectors:
+        raise InputError(f"{args.file} has images only ({', '.join(group)}): the algorithms here take vectors")
+    if images := [key for key in group if key not in vectors]:
+        log.warning(f"images are left out: {', '.join(images)}")
+    return list(args.obs_keys or vectors)
+
+
+def _joined(demos: list[h5py.Group], group: str, keys: list[str]) -> Array:
+    """Return the observations of all demonstrations side by side, [n, obs_dim]."""
+    parts = [[demo[group][key][()].reshape(len(demo[group][key]), -1) for key in keys] for demo in demos]
+    return np.concatenate([np.concatenate(part, axis=1) for part in parts])
+
+
+def _terminations(args: Args, ends: Array) -> Array:
+    """Return which steps [n] end an episode before the time limit, if `ends` [n] marks the last step of each."""
+    limit = args.horizon
+    if limit is None and args.env:
+        make(args.env).close()  # registers it
+        limit = gym.registry[args.env.rpartition(":")[2]].max_episode_steps
+    if limit is None:
+        raise InputError(
+            f"{args.file} does not distinguish terminations from time limits: give the time limit in steps as --horizon"
+            " (episodes that are shorter have terminated)"
+        )
+    last = np.flatnonzero(ends)
+    lengths = np.diff(last, prepend=-1)
+    if lengths.max() > limit:
+        raise InputError(f"{args.file} has an episode of {lengths.max():,} steps: give that or more as --horizon")
+    terminations = np.zeros(len(ends), bool)
+    terminations[last[lengths < limit]] = True
+    return terminations
+
+
+def _unit_box(args: Args) -> Arrays:
+    """Return the box of formats whose actions are in [-1, 1], unless the user gives it or an environment."""
+    given = args.env or args.action_low or args.action_high
+    return {} if given else {"action_low": -1.0, "action_high": 1.0}
+
+
+def _leave_out(args: Args, *names: str) -> None:
+    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]:
+        raise InputError(f"{args.file} needs no {' and no '.join(given)}: leave it out")
+
+
+def _same_length(args: Args, arrays: Arrays) -> None:
+    lengths = {name: len(values) for name, values in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
+        raise InputError(f"{args.file}: the arrays have different lengths ({listed}): put a whole copy there")
+
+
+def read(args: Args) -> tuple[str, Arrays]:
+    """Return the name of the file's format, which is printed, and its arrays as arguments of `write_dataset`.
+
+    Raises InputError if the file is missing or damaged, or if its format is unknown.
+    """
+    if not args.file.is_file():
+        raise InputError(f"there is no file {args.file}")
+    try:
+        with args.file.open("rb") as file:
+            head = file.read(512)
+    except OSError as error:
+        raise unreadable(args.file, error) from None
+    if h5py.is_hdf5(args.file):
+        return _read_hdf5(args)
+    if not head.startswith(b"PK"):
+        raise _unknown(args, f"{kind_of(head)}no .npz or HDF5 file")
+    archive = Archive(args.file)
+    found = next((each for each in FORMATS if all(key in archive for key in each.keys)), None)
+    if found is None:
+        raise _unknown(args, f"an archive of {', '.join(archive.keys)}")
+    log.info(f"{args.file} is {found.name}")
+    try:
+        return found.name, found.read(args, archive)
+    except (ValueError, TypeError, IndexError) as error:
+        raise InputError(f"{args.file} does not fit {found.name} ({error}): put a whole copy in its place") from None
+
+
+def _read_hdf5(args: Args) -> tuple[str, Arrays]:
+    try:
+        with opened(args.file) as file:
+            if all(key in file for key in d4rl.KEYS):
+                raise InputError(f"{args.file} is in D4RL's layout already: give it as --dataset")
+            demos = [name for name in file.get("data", ()) if name.startswith("demo_")]
+            missing = {key for name in demos for key in ROBOMIMIC if key.replace("demo_0", name) not in file}
+            if not demos:
+                raise _unknown(args, f"an HDF5 file of {', '.join(file)}")
+            if missing:
+                raise InputError(
+                    f"{args.file} has demonstrations without {', '.join(sorted(key.split('/')[-1] for key in missing))}"
+                    ": extract them with robomimic's dataset_states_to_obs.py"
+                )
+            log.info(f"{args.file} is robomimic's HDF5")
+            return "robomimic's HDF5", of_robomimic(args, file)
+    except (*BAD_FILE, TypeError, AttributeError) as error:  # the latter: a group in place of an array, or the reverse
+        raise unreadable(args.file, error) from None
+
+
+def _unknown(args: Args, what: str) -> InputError:
+    known = "; ".join(f"{each.name} ({', '.join(each.keys)})" for each in FORMATS)
+    return InputError(
+        f"{args.file} is {what}, of no known format\nknown: {known}; robomimic's HDF5 (data/demo_0); "
+        "docs/data.md has a recipe for pickles"
+    )
+
+
+def main(args: Args) -> None:
+    """Convert the file. Raises InputError or RunError as `read` and `write_dataset` do."""
+    kind, arrays = read(args)
+    given = {name: np.squeeze(value) for name in ("action_low", "action_high") if (value := getattr(args, name))}
+    write_dataset(
+        args.output, **arrays | given, env=args.env, ref_scores=args.ref_scores, source=f"{args.file.name}, {kind}"
+    )
+
+
+if __name__ == "__main__":
+    command_line(main, Args)
