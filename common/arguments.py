@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get
 import numpy as np
 
 from common.errors import InputError
+from common.presets import read_preset
 
 MAY_DIFFER = ("run_dir", "run_name", "track", "checkpoint_every")  # arguments that do not change what a run computes
 LONGEST_LABEL = 60  # characters
@@ -152,6 +154,12 @@ def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> 
     return value
 
 
+def checked_as(hint: Any, flag: str, given: Any) -> Any:
+    """Return the value as `checked` does, with the type and the bounds of a field's annotation."""
+    bare, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    return checked(flag, given, bare, *bounds)
+
+
 def json_object(flag: str, value: object) -> str:
     """Return a dict, or its JSON, as JSON with sorted keys. Raises InputError for anything else."""
     try:
@@ -176,7 +184,7 @@ def env_settings(
 
 
 def label_of(args: "RunArgs") -> str:
-    """Return the flags that differ from their defaults, for the run's name: "actor-lr-0.0003_no-layer-norm".
+    """Return the flags that differ from the preset's or their defaults: "actor-lr-0.0003_no-layer-norm".
 
     Task and seed are left out, which the name states itself, as are `MAY_DIFFER` and what a resumed run may increase.
     A label that is long, or has characters that not every file system takes, ends in a hash.
@@ -185,8 +193,10 @@ def label_of(args: "RunArgs") -> str:
     words, is_plain = [], True
     for field in sorted(dataclasses.fields(args), key=lambda field: field.name):
         value, flag = getattr(args, field.name), field.name.replace("_", "-")
-        if field.name in left_out or value == field.default:
+        if field.name in left_out or value == args.from_preset.get(field.name, field.default):
             continue
+        if field.name == "preset" and re.fullmatch(r"[\w.]+/[\w.-]+", value):
+            value = value.replace("/", "-")  # tuned-Hopper-v4
         if isinstance(value, bool):
             words.append(flag if value else f"no-{flag}")
         else:
@@ -208,6 +218,9 @@ class RunArgs:
     _label: ClassVar[str | None] = None  # of the arguments before others were filled in
     worth_compiling: ClassVar[int] = 200_000  # steps that save the time of compiling (docs/cpu.md)
     switch_step: ClassVar[int | None] = None  # the last step on a dataset alone, with an evaluation on both sides
+    task_flag: ClassVar[str] = "env"  # which argument a preset's task is
+    from_preset: ClassVar[dict[str, Any]] = {}  # the values of --preset, also those that a flag overrides
+    _given: ClassVar[set[str]]  # the arguments that the object was made with
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
@@ -219,6 +232,9 @@ class RunArgs:
     """Steps of the environment for each action (frame skip). Their rewards are summed."""
     seed: NonNegativeInt = 1
     """Random seed of networks, exploration, environments and batches."""
+    preset: str | None = None
+    """Values of other flags, by NAME/TASK, such as tuned/Swimmer-v4 (docs/presets.md). NAME may be your own .toml file.
+    A flag that is given overrides its preset."""
     num_envs: int = 1
     """Number of environments stepped together."""
     vectorizer: Literal["sync", "async", "envpool"] = "sync"
@@ -259,18 +275,41 @@ class RunArgs:
         """The first and the last step. Environment steps are positive, gradient steps on a dataset alone negative."""
         raise NotImplementedError
 
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Note which arguments are given, because a preset fills in only the others."""
+        self = super().__new__(cls)
+        vars(self)["_given"] = {field.name for field in dataclasses.fields(cls)[: len(values)]} | named.keys()
+        return self
+
     def __post_init__(self) -> None:
-        """Convert and check every value. Raises InputError for the first of a wrong type or out of bounds."""
+        """Fill in the preset, then convert and check every value.
+
+        Raises InputError for the first of a wrong type or out of bounds.
+        """
+        hints = get_type_hints(type(self), include_extras=True)
+        if isinstance(self.preset, str):
+            self._fill_in(self.preset, hints)
         self.env_kwargs = json_object("--env-kwargs", self.env_kwargs)
-        for name, wanted in get_type_hints(type(self), include_extras=True).items():
+        for name, wanted in hints.items():
             value, default = getattr(self, name), getattr(type(self), name, None)
             if isinstance(default, Unset) and value == str(default):  # as config.json has it
                 setattr(self, name, value := default)
             if get_origin(wanted) is not ClassVar and not isinstance(value, Unset):
-                bare, *bounds = get_args(wanted) if get_origin(wanted) is Annotated else (wanted,)
-                setattr(self, name, checked(f"--{name.replace('_', '-')}", value, bare, *bounds))
+                setattr(self, name, checked_as(wanted, f"--{name.replace('_', '-')}", value))
         if self.run_name is not None and not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.run_name):
             raise InputError(f"--run-name is {self.run_name!r}: give letters, digits, '_', '-' and '.'")
+
+    def _fill_in(self, preset: str, hints: dict[str, Any]) -> None:
+        """Give every argument that was not given the preset's value. Raises InputError as `read_preset` does."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = read_preset(preset, Path(inspect.getfile(type(self))), defaults)
+        values = {self.task_flag: values.pop("task")} | values
+        values = {k: checked_as(hints[k], f"{k} of --preset {preset}", value) for k, value in values.items()}
+        is_used = [getattr(self, k) == v for k, v in values.items() if k != self.task_flag and v != defaults[k]]
+        if is_used and not any(is_used) and self._given >= defaults.keys():
+            raise InputError(f"--preset {preset} came too late: give it to Args, not to dataclasses.replace")
+        vars(self)["from_preset"] = values
+        vars(self).update({name: value for name, value in values.items() if name not in self._given})
 
     @property
     def env_settings(self) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
             return parsed
         flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
         given = {flag.removeprefix("no_") for flag in flags}
-        values = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(arguments)}  # type: ignore[arg-type]
-        return arguments(**values | {name: default for name, default in unset.items() if name not in given})
+        names = [field.name for field in dataclasses.fields(arguments)]  # type: ignore[arg-type]
+        return arguments(**{name: getattr(parsed, name) for name in names if name in given})
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -102,6 +102,9 @@ class Run:
         other arguments. Raises FinishedRun if the run is complete.
         """
         self.args, self.algo = args, algo
+        if args.preset:
+            used = [f"{k} {v}" for k, v in args.from_preset.items() if getattr(args, k) == v]
+            log.info(f"preset {args.preset}: {', '.join(used)}")
         self.first_step, self.last_step = args.span
         self.timings = Timings()
         self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None  # normalises returns

@@ -41,6 +41,7 @@ class OfflineArgs(OffPolicyArgs):
     """Arguments of every algorithm that begins with a dataset."""
 
     switch_step: ClassVar[int | None] = 0
+    task_flag: ClassVar[str] = "dataset"
 
     env: str = ""
     """Gymnasium id of the environment. By default it is the dataset's own."""

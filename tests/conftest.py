@@ -24,6 +24,10 @@ from common.arguments import RunArgs
 from common.replay_buffer import Batch, ReplayBuffer
 from offline.offline_to_online import OfflineArgs, with_presets
 
+# `make test ARGS=…` exports its variables, which a `make` that a test starts would take.
+for variable in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"):
+    os.environ.pop(variable, None)
+
 # A shell's background job ignores Ctrl-C, and so would every program that the tests start, those of Ctrl-C too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

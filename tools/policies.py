@@ -192,7 +192,7 @@ def load_agent(run: Trained, obs_dim: int, action_dim: int, seed: int) -> Any:
         module = importlib.import_module(f"algos.{run.algo}")
         # JSON stores a tuple as a list. The seed is that of the agent's generator.
         arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in run.arguments.items()}
-        own_flags = {"run_dir": None, "device": "cpu", "compile": False, "overlap": False, "seed": seed}
+        own_flags = {"run_dir": None, "preset": None, "device": "cpu", "compile": False, "overlap": False, "seed": seed}
         arguments |= {name: value for name, value in own_flags.items() if name in arguments}
         args, agent_class = module.Args(**arguments), getattr(module, run.algo.upper().replace("_", ""))
         agent = agent_class(args, obs_dim, action_dim, torch.device("cpu"))

@@ -166,7 +166,7 @@ def has_more_steps(before: str, now: str) -> bool:
         return False
     kind = importlib.import_module(f"algos.{Path(head).name}").Args
     try:
-        old, new = (vars(parse(kind, shlex.split(flags))) for flags in (was, becomes))
+        old, new = (dataclasses.asdict(parse(kind, shlex.split(flags))) for flags in (was, becomes))
     except (InputError, ValueError):  # removed flags, or a torn line
         return False
     grown = [key for key in kind.extendable if 0 < old.get(key, 0) < new.get(key, 0)]
