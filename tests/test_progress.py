@@ -1,14 +1,12 @@
 """The progress of a program: what a terminal and a file show, at which times, with which speed and time left."""
 
-import re
-import sys
 import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import module
+from conftest import Terminal, module
 
 from common.progress import Progress
 
@@ -22,30 +20,9 @@ class Clock:
         return self.now
 
 
-class Terminal:
-    """Takes what is captured from stderr for a terminal, and keeps it."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys, self.text = capsys, ""
-
-    def drawn(self) -> list[str]:
-        """Return the text next to the bar, at each time that it was drawn."""
-        self.text += self.capsys.readouterr().err
-        texts = [line.split("| ")[-1].rstrip() for line in re.split("[\r\n]", self.text) if "%|" in line]
-        return [text for text in texts if text]  # tqdm draws an empty bar first
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
-    for name in ("COLUMNS", "LINES"):
-        monkeypatch.setenv(name, "120")
-    return Terminal(capsys)
 
 
 def at_speed(progress: Progress, clock: Clock, speed: float, seconds: float) -> None:
