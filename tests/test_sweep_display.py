@@ -101,7 +101,7 @@ def test_a_sweep_names_its_folder_and_ends_with_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def executed(found: Sweep, args: Args) -> None:
-        for job in found.waiting:
+        for job in reversed(found.waiting):  # the order in which they end is another
             found.done.append(job_with(job.folder, 500, 7.0))
         found.waiting.clear()
 

@@ -81,7 +81,9 @@ class Sweep:
 
         A line has the step and the return of the run's last evaluation.
         """
-        done = [("done", job) for job in self.done] if whole else []
+        done = (
+            [("done", job) for job in sorted(self.done, key=lambda job: (job.folder.parent, job.seed))] if whole else []
+        )
         shown = [*done, *(("runs", job) for job in self.running.values())]
         width = max((len(job.label) for _, job in shown), default=0)
         lines = [f"{state:9}{job.label:{width}} {progress(job)}".rstrip() for state, job in shown]
