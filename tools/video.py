@@ -193,7 +193,7 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
 
 
 def lower_quality(env: gym.Env[Any, Any]) -> None:
-    """Set how MuJoCo draws, so that a processor draws about five times as fast. docs/video.md has the figures.
+    """Set how MuJoCo draws, so that a processor draws three to five times as fast. docs/video.md has the figures.
 
     Call it before the first frame. It changes nothing of the simulation.
     """
