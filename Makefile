@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare evaluate export report site video play speed datasets binary d4rl d3rlpy libraries
+.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets binary d4rl d3rlpy libraries
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -51,6 +51,9 @@ play: setup ## show a trained policy in MuJoCo's viewer (RUN=runs/sac__Hopper-v4
 
 report: setup ## make results/report.html, tables and figures from the raw data in results/ (your own runs: RUNS=runs)
 	$(BIN)/python bench/report/report.py $(if $(RUNS),--runs $(RUNS)) $(ARGS)
+
+plot: setup ## draw learning curves of your own runs, as PNG and HTML (RUNS="runs/sac* runs/td3*")
+	$(BIN)/python bench/pages/plot.py $(RUNS) $(ARGS)
 
 site: setup $(VENV)-site/installed ## build the documentation as a web site in site/, with all links checked
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)-site/bin/mkdocs build --strict --quiet

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -35,6 +36,7 @@ class Launch:
         self.args, self.device = args, device
         self.agent: Agent  # its attributes hold the state of every wrapped function
         self.notify: Callable[[str], None]  # gets messages, after which the form may be another
+        self.busy: Callable[..., AbstractContextManager[None]]  # shows what takes the time inside its block
         self.versions: dict[str, str] = {}  # of what compiles
         self.is_resumed = False  # from a checkpoint that was made in this form
         self.form = self._chosen_form()
@@ -98,10 +100,13 @@ class Launch:
         if self.form != "recorded":
             return function
         self.notify("compiling an update or action, which takes seconds to minutes (later starts use the cache)")
+        started = time.monotonic()
         try:
-            recording = Recording(function, tensors, self.agent)
-            recording.check(*tensors)
+            with self.busy("compiling", once=True):
+                recording = Recording(function, tensors, self.agent)
+                recording.check(*tensors)
             self._recordings.append(recording)
+            self.notify(f"compiled in {time.monotonic() - started:.1f} s")
             return recording
         except CannotRecord as error:  # so it is again when the run is resumed
             self.notify(f"note: an update or action stays eager, which is slower: {error}")

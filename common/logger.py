@@ -1,4 +1,4 @@
-"""Log metrics to CSV and TensorBoard, if asked to Weights & Biases, and show a progress bar on a terminal."""
+"""Log metrics to CSV and TensorBoard, if asked to Weights & Biases, and show the progress."""
 
 import csv
 import io
@@ -17,12 +17,12 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
-from tqdm import tqdm
 
 from common.checkpoint import RESTORE_OR_RESTART
 from common.errors import InputError, diverged
 from common.evaluate import Episode
 from common.messages import log
+from common.progress import Progress
 from common.run_folder import COLUMNS, EVALUATIONS
 from common.run_folder import METRICS as METRICS_FILE
 
@@ -54,21 +54,21 @@ class Logger:
             self._write_rows(self._metrics, [METRICS])
             self._write_rows(self._evaluations, [COLUMNS])
             self._event_writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        self.step = state["step"] if state else span[0]
+        self.progress = Progress(state["step"] if state else span[0], *span)
         self._last_log = (time.perf_counter(), self.step)
-        self._bar = tqdm(
-            total=span[1] - span[0], initial=self.step - span[0], unit="step", disable=None, dynamic_ncols=True
-        )
 
     def state(self) -> dict[str, Any]:
         """Write every row so far to the disk, and return the sizes of the files and the step."""
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
         return {"sizes": sizes, "step": self.step}
 
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
     def advance(self, steps: int) -> None:
-        """Count steps, and move the progress bar."""
-        self.step += steps
-        self._bar.update(steps)
+        """Count steps, and show the progress."""
+        self.progress.advance(steps)
 
     def log(self, metrics: Mapping[str, Tensor | float]) -> None:
         """Write the means of metrics, and the speed since the last call, at the current step.
@@ -80,7 +80,7 @@ class Logger:
             if not math.isfinite(value):
                 raise diverged(f"{name} is {value}", self.step, self.folder)
         if "charts/episodic_return" in values:
-            self._bar.set_postfix({"return": f"{values['charts/episodic_return']:.1f}"}, refresh=False)
+            self.progress.note = f", return {values['charts/episodic_return']:.1f}"
         now = time.perf_counter()
         values["time/steps_per_second"] = (self.step - self._last_log[1]) / (now - self._last_log[0])
         self._last_log = (now, self.step)
@@ -111,7 +111,7 @@ class Logger:
         log.info(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
 
     def close(self) -> None:
-        self._bar.close()
+        self.progress.close()
         for rows in (self._metrics, self._evaluations, self._events):
             rows.file.close()
         if self.wandb_run is not None:

@@ -184,7 +184,7 @@ class Run:
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
         self.logger.score = self.score
-        self.launch.notify = self._note_form
+        self.launch.notify, self.launch.busy = self._note_form, self.logger.progress.busy
         self._previous_step = self.step
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # only the main thread can handle signals
@@ -272,6 +272,8 @@ class Run:
 
         `metrics` are cleared once they are logged. Raises RunError if an update is out of date (`common.launch`).
         """
+        if metrics:
+            self.logger.progress.begin()
         self.launch.check(now=bool(self._signal) or self.step >= self.last_step)
         if self._due(LOG_EVERY):
             self.logger.log(metrics | self._rollout.statistics() | self.timings.take())
@@ -292,7 +294,8 @@ class Run:
 
     def _evaluate(self) -> None:
         policy = eval_policy(self._agent)
-        episodes = self._rollout.evaluate(policy)
+        with self.logger.progress.busy("evaluating"):
+            episodes = self._rollout.evaluate(policy)
         self.logger.log_evaluation(episodes)
         if episodes:
             returns = [episode.return_ for episode in episodes]

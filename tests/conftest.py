@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -244,3 +245,24 @@ def stored(folder: Path) -> Batch:
     buffer = ReplayBuffer(state["added"], 3, 1, returns_to_go=len(state["widths"]) == 6)
     buffer.load(folder / "checkpoint" / "replay", state)
     return buffer.at(torch.arange(len(buffer)))
+
+
+class Terminal:
+    """Takes what is captured from stderr for a terminal, and keeps it."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys, self.text = capsys, ""
+
+    def drawn(self) -> list[str]:
+        """Return the text next to the bar, at each time that it was drawn."""
+        self.text += self.capsys.readouterr().err
+        texts = [line.split("| ")[-1].rstrip() for line in re.split("[\r\n]", self.text) if "%|" in line]
+        return [text for text in texts if text]  # tqdm draws an empty bar first
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Terminal:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, "120")
+    return Terminal(capsys)

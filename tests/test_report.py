@@ -340,3 +340,32 @@ def test_results_hold_no_run_in_another_form():
     folders = {path.parent for path in (ROOT / "results").rglob("config.json")}
     assert folders == {path.parent for path in (ROOT / "results").rglob("evaluations.csv*")} != set()
     assert not list((ROOT / "results").rglob("evaluations.csv"))
+
+
+def test_each_file_that_is_written_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Pages only if they change. What is in results/ and docs is replaced by two pages and one figure."""
+    changed, same = tmp_path / "changed.md", tmp_path / "same.md"
+    changed.write_text("old")
+    same.write_text("new")
+    (tmp_path / "sac").mkdir()
+    for name, value in {
+        "RESULTS": tmp_path,
+        "pages": lambda: [changed, same],
+        "remade": lambda page: "new",
+        "online": lambda: {("sac", "Hopper-v4"): {}},
+        "published": lambda: {("sac", "Hopper-v4"): {}},
+        "learning_figure": lambda *given: None,
+        "overview_figure": lambda *given: None,
+        "png": lambda figure, path: path.touch(),
+        "whole_page": lambda: "whole",
+    }.items():
+        monkeypatch.setattr(report, name, value)
+    report.main(report.Args())
+    out = capsys.readouterr().out
+    assert "report: 1 of 2 pages of README and docs change\n" in out
+    written = [changed, tmp_path / "sac" / "Hopper-v4.png", tmp_path / "overview.png", tmp_path / "report.html"]
+    assert [line for line in out.splitlines() if "wrote" in line] == [f"report: wrote {path}" for path in written]
+    assert (changed.read_text(), written[-1].read_text()) == ("new", "whole")
+    assert all(path.exists() for path in written)

@@ -42,13 +42,13 @@ def test_each_run_has_a_row(runs: Path):
 def test_the_page_contains_figures_and_needs_nothing_else(runs: Path, capsys: pytest.CaptureFixture[str]):
     report.main(report.Args(runs=runs))
     made = (runs / "report.html").read_text()
-    assert made == runs_page(runs)
+    assert made == runs_page(own_runs(runs), runs.name)
     assert made.count("<img") == 1
     assert "SAC ends at 20 after 2,000; TD3 ends at 7 after 1,000" in made
     assert not re.search(r"""(src|href)=["'](?!data:)""", made)
-    assert str(runs / "report.html") in capsys.readouterr().out
+    assert capsys.readouterr().out == f"report: 2 runs in {runs}\nreport: wrote {runs / 'report.html'}\n"
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="has no run with evaluations"):
-        runs_page(tmp_path)
+        own_runs(tmp_path)

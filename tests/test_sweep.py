@@ -200,7 +200,7 @@ def test_a_torn_record_of_the_command_is_one_of_another(torn: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ("0,0,1.0,9,,\n0,1,3.0,9,,\n", " step 0 of 500, return 2.0"),
+        ("0,0,1.0,9,,\n0,1,3.0,9,,\n", "step 0 of 500, return 2.0"),
         ("0,0,1.0,9,,\n500,11,", ""),
         ("0,0,1.0,9,,\n500", ""),
         ("\0\0\0", ""),

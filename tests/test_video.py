@@ -1,6 +1,7 @@
 """tools/video.py: what is filmed, at which speed, and what is said where something is missing."""
 
 import csv
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import ROOT, module
+from conftest import ROOT, Terminal, module
 
 from common.errors import InputError, RunError
 from envs.make import make
 from tools import video
-from tools.video import Args, choose_renderer, seconds_per_step, watch
+from tools.video import Args, choose_renderer, lower_quality, seconds_per_step, watch
 
 
 class Drawn(gym.Env[Any, Any]):
@@ -47,7 +48,12 @@ class Undrawn(Drawn):
         return None
 
 
+class Fast(Drawn):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 125}  # noqa: RUF012
+
+
 gym.register("Drawn-v0", Drawn)
+gym.register("Fast-v0", Fast, max_episode_steps=5)
 gym.register("Undrawn-v0", Undrawn)
 
 
@@ -104,6 +110,28 @@ def test_the_episodes_of_the_evaluations_are_filmed(run: Path, film: Film, capsy
         watch(Args(run, episodes=3, output=run / "new" / "other.mp4", **changed))
         assert (said_returns(capsys.readouterr().out) == said_returns(said)) == same
     assert (run / "new" / "other.mp4").exists()
+
+
+def test_a_fast_environment_is_not_drawn_at_every_step(run: Path, film: Film, capsys: pytest.CaptureFixture[str]):
+    """Of 125 steps a second, every third is drawn. So the video is as long as the episodes."""
+    watch(Args(run, env="Fast-v0", episodes=2))
+    assert [frame[0, 0, 0] for frame in film.frames] == [0, 3, 0, 3]
+    assert film.fps == pytest.approx(125 / 3)
+    assert re.search(r"^4 frames in \d+\.\d s, [\d.]+ frames/s$", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("env_id", ["Hopper-v4", "AntMaze_UMaze-v4", "AdroitHandPen-v1", "FrankaKitchen-v1"])
+def test_pictures_are_drawn_at_a_quality_for_processors(env_id: str):
+    env = make(env_id)
+    lower_quality(env)
+    quality = env.unwrapped.model.vis.quality
+    assert (quality.offsamples, quality.shadowsize) == (0, 1024)
+
+
+def test_a_progress_is_shown_on_a_terminal(run: Path, film: Film, terminal: Terminal):
+    """The most frames that the episodes can have, because they may end before."""
+    watch(Args(run, env="Fast-v0", episodes=2))
+    assert terminal.drawn()[-1] == "frame 4 of 4 at most"
 
 
 def test_a_film_that_failed_leaves_nothing(run: Path, film: Film):

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.report.figures import Line, colour_of, scores_figure
+from bench.report.archive_run import KEPT_EVALUATIONS
+from bench.report.figures import STYLES, Line, colours_of, scores_figure
 from bench.report.page import Image, ends, template
 from bench.report.tables import Table, spread
+from common.arguments import MAY_DIFFER, OffPolicyArgs
 from common.errors import InputError
 from common.run_folder import CONFIG, EVALUATIONS, Curve, is_finished, mean_by_step, read_config, read_evaluations
+
+LEFT_OUT = {"env", "dataset", "seed", "device", *MAY_DIFFER}
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,17 @@ class OwnRun:
     folder: Path
     config: dict[str, Any]
     rows: list[dict[str, str]]
+
+    @property
+    def algo(self) -> str:
+        return str(self.config["algo"])
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Its arguments, without the task, the seed and what does not change what a run computes."""
+        arguments = self.config["arguments"]
+        extendable = OffPolicyArgs.extendable if "overlap" in arguments else ()  # PPO's schedule depends on its length
+        return {name: value for name, value in arguments.items() if name not in (*LEFT_OUT, *extendable)}
 
     @property
     def task(self) -> str:
@@ -34,35 +49,64 @@ class OwnRun:
 
 def own_runs(folder: Path) -> list[OwnRun]:
     """Return the runs in the folders of `folder` that were evaluated. Raises InputError if there is none."""
-    runs = [
-        OwnRun(
-            path.parent,
-            read_config(path.parent, "does not hold a run's arguments: give a folder of run folders"),
-            read_evaluations(path),
-        )
-        for path in sorted(folder.glob(f"*/{EVALUATIONS}"))
-        if (path.parent / CONFIG).exists()
-    ]
-    runs = [run for run in runs if run.rows]
+    found = sorted(folder.glob(f"*/{EVALUATIONS}"))
+    runs = read_runs([path.parent for path in found if (path.parent / CONFIG).exists()])
     if not runs:
         raise InputError(f"{folder} has no run with evaluations: give the folder that holds your run folders")
     return runs
 
 
-def runs_page(folder: Path) -> str:
-    """Return the whole page. Raises InputError if `folder` has no runs, or if one is damaged."""
-    runs = own_runs(folder)
-    return template("runs.html").render(folder=folder.name, curves=list(own_curves(runs)), runs=own_table(runs))
+def read_runs(folders: list[Path]) -> list[OwnRun]:
+    """Return the runs of these folders that were evaluated. Raises InputError if one is damaged."""
+    runs = []
+    for folder in folders:
+        path = folder / EVALUATIONS
+        config = read_config(folder, "does not hold a run's arguments: give a folder of run folders")
+        try:
+            run = OwnRun(folder, config, read_evaluations(path if path.exists() else folder / KEPT_EVALUATIONS))
+            if run.rows and run.returns:
+                runs.append(run)
+        except (ValueError, KeyError, TypeError):  # the last row may be torn, which the run removes when it resumes
+            raise InputError(f"{path} is damaged: resume the run, or leave its folder out") from None
+    return runs
+
+
+def runs_page(runs: list[OwnRun], title: str) -> str:
+    """Return the whole page."""
+    return template("runs.html").render(folder=title, curves=list(own_curves(runs)), runs=own_table(runs))
+
+
+def own_lines(runs: list[OwnRun]) -> dict[str, dict[Line, dict[str, Curve]]]:
+    """Return for each task the curves of each line by seed: one line for each algorithm and set of flags.
+
+    An algorithm has one colour. Its line style and label distinguish flags, if runs on the same task differ in them.
+    A flag that an older run does not have is ignored.
+    """
+    flags: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        flags[run.task, run.algo].append(run.flags)
+    named: dict[Path, str] = {}  # the label of each run's flags
+    for run in runs:
+        alike = flags[run.task, run.algo]
+        names = [name for name in sorted(run.flags) if all(name in o for o in alike)]
+        names = [name for name in names if any(o[name] != run.flags[name] for o in alike)]
+        named[run.folder] = ", ".join(f"{name.replace('_', '-')} {run.flags[name]}" for name in names)
+    colours = colours_of({run.algo for run in runs})
+    variants = {algo: sorted({named[run.folder] for run in runs if run.algo == algo}) for algo in colours}
+    lines: dict[str, dict[Line, dict[str, Curve]]] = {}
+    for run in sorted(runs, key=lambda run: (run.task, run.algo, named[run.folder])):
+        style = STYLES[variants[run.algo].index(named[run.folder]) % len(STYLES)]
+        label = ", ".join(filter(None, (run.algo.upper(), named[run.folder])))
+        seeds = lines.setdefault(run.task, {}).setdefault(Line(label, colours[run.algo], style), {})
+        seed = str(run.config["arguments"].get("seed"))
+        seeds[f"{seed} ({run.folder})" if seed in seeds else seed] = run.returns
+    return lines
 
 
 def own_curves(runs: list[OwnRun]) -> Iterator[Image]:
-    """Yield a figure of returns for each task, with a line for each algorithm."""
-    by_task: dict[str, dict[str, dict[str, Curve]]] = defaultdict(lambda: defaultdict(dict))
-    for run in runs:
-        by_task[run.task][run.config["algo"]][run.folder.name] = run.returns
-    for task, found in sorted(by_task.items()):
-        lines = {Line(algo.upper(), colour_of(algo)): seeds for algo, seeds in found.items()}
-        text = "; ".join(f"{algo.upper()} ends at {ends(seeds)}" for algo, seeds in found.items())
+    """Yield a figure of returns for each task."""
+    for task, lines in own_lines(runs).items():
+        text = "; ".join(f"{line.name} ends at {ends(seeds)}" for line, seeds in lines.items())
         yield Image(scores_figure(task, "steps", lines, None, "return"), f"Return on {task}: {text}")
 
 
@@ -72,7 +116,7 @@ def own_table(runs: list[OwnRun]) -> Table:
     for run in runs:
         last = max(run.returns)
         episodes = [float(row["return"]) for row in run.rows if int(row["step"]) == last]
-        what = run.config["algo"].upper(), run.task, str(run.config["arguments"]["seed"]), f"{last:,}"
+        what = run.algo.upper(), run.task, str(run.config["arguments"].get("seed")), f"{last:,}"
         state = "finished" if is_finished(run.folder) else "unfinished"
         table.rows.append([run.folder.name, *what, spread(episodes), f"{max(run.returns.values()):,.1f}", state])
     return table

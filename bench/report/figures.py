@@ -7,7 +7,7 @@ Line styles distinguish variants of one algorithm.
 import base64
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,15 @@ def styled(names: dict[str, str]) -> dict[str, "Line"]:
     return lines
 
 
+def colours_of(algos: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each algorithm. Two that have no colour of their own get different ones, if there are."""
+    found: dict[str, str] = {}
+    for algo in sorted(algos, key=lambda algo: (algo not in COLOURS, algo)):
+        free = [colour for colour in (colour_of(algo), *OTHERS) if colour not in found.values()]
+        found[algo] = free[0] if free else colour_of(algo)
+    return found
+
+
 class Line(NamedTuple):
     """Name, colour and line style of one algorithm, onramp's or published."""
 
@@ -85,8 +94,9 @@ def draw_curves(axes: Axes, line: Line, seeds: dict[str, Curve], last: int | Non
     how = f"seed{'s' * (len(seeds) > 1)} {', '.join(sorted(seeds))}"
     if number_of(seeds) > len(seeds):
         how = f"mean of {number_of(seeds)}"
-    for i, curve in enumerate(values):
-        axes.plot(steps, curve, linewidth=1.2, label="" if i else f"{line.name}, {how}", **line.look)
+    for i, curve in enumerate(seeds.values()):  # each to its own end
+        own, (values,) = aligned({"": curve}, last)
+        axes.plot(own, values, linewidth=1.2, label="" if i else f"{line.name}, {how}", **line.look)
 
 
 def draw_interval(axes: Axes, line: Line, x: Sequence[float] | Values, found: Estimate, **how: Any) -> None:
@@ -124,6 +134,22 @@ def overview_figure(ours: Curves, published: Curves) -> Figure:
             handles[algo.upper()] = Line2D([], [], color=colour)
     handles["published"] = Line2D([], [], color=GREY, linestyle="--")
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    return figure
+
+
+def panels_figure(panels: dict[str, dict[Line, dict[str, Curve]]], columns: int = 3) -> Figure:
+    """Return a figure with a panel for each task: the returns of several algorithms over steps, in one legend."""
+    rows = -(-len(panels) // columns)
+    columns = min(columns, len(panels))
+    figure = Figure(figsize=(max(SIZE[0], 3.7 * columns), 3.1 * rows + 0.6), layout="constrained")
+    handles: dict[str, Line2D] = {}
+    for i, (task, lines) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        _set_up(axes, task, "steps", "return" if i % columns == 0 else "")
+        for line, seeds in lines.items():
+            draw_curves(axes, line, seeds)
+            handles[line.name] = Line2D([], [], **line.look)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return figure
 
 

@@ -21,7 +21,7 @@ import pandas as pd
 from scipy import stats
 
 from bench.pages.code_links import with_links
-from bench.pages.runs_page import runs_page
+from bench.pages.runs_page import own_runs, runs_page
 from bench.report.aggregates import learning_table, settings_table, spread_at
 from bench.report.curves import online, published, successes
 from bench.report.figures import learning_figure, overview_figure, png
@@ -249,26 +249,33 @@ def remade(page: Path) -> str:
     return with_links(with_tables(page.read_text(), TABLES.get(name, {})), page.parent)
 
 
+def write(path: Path, text: str) -> None:
+    """Write the text, and print which file it is."""
+    path.write_text(text)
+    print_result(f"report: wrote {path}")
+
+
 def main(args: Args) -> None:
     if args.runs is not None:
-        (args.runs / "report.html").write_text(runs_page(args.runs))
-        print_result(f"report: open {args.runs / 'report.html'} in a browser")
+        runs = own_runs(args.runs)
+        print_result(f"report: {len(runs)} runs in {args.runs}")
+        write(args.runs / "report.html", runs_page(runs, args.runs.name))
         return
-    for page in pages():
-        text = remade(page)
-        if args.check and text != page.read_text():
-            sys.exit(f"report: {page.relative_to(ROOT)} differs from what results/ and the code give: run make report")
-        if not args.check:
-            page.write_text(text)
+    changed = {page: text for page in pages() if (text := remade(page)) != page.read_text()}
     if args.check:
+        for page in changed:
+            sys.exit(f"report: {page.relative_to(ROOT)} differs from what results/ and the code give: run make report")
         return
-    print_result("report: wrote tables and links, drawing the figures")
+    print_result(f"report: {len(changed)} of {len(pages())} pages of README and docs change")
+    for page, text in changed.items():
+        write(page, text)
     for (algo, env), seeds in online().items():
-        png(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), RESULTS / algo / f"{env}.png")
+        path = RESULTS / algo / f"{env}.png"
+        png(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), path)
+        print_result(f"report: wrote {path}")
     png(overview_figure(online(), published()), RESULTS / "overview.png")
-    print_result("report: writing the page, which takes a minute")
-    (RESULTS / "report.html").write_text(whole_page())
-    print_result(f"report: open {RESULTS / 'report.html'} in a browser")
+    print_result(f"report: wrote {RESULTS / 'overview.png'}\nreport: making the page, which takes a minute")
+    write(RESULTS / "report.html", whole_page())
 
 
 if __name__ == "__main__":

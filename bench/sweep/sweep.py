@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -75,13 +76,42 @@ class Sweep:
     failed: list[tuple[Job, str]] = field(default_factory=list)
     kills: Counter[Job] = field(default_factory=Counter)
 
-    def table(self) -> str:
-        """Return a line for each run that is running or failed, and one for all."""
-        lines = [f"runs     {job.label:40}{progress(job)}" for job in self.running.values()]
+    def table(self, whole: bool = False) -> str:
+        """Return a line for each run that is running or failed, if `whole` also for each that is done, and one for all.
+
+        A line has the step and the return of the run's last evaluation.
+        """
+        done = (
+            [("done", job) for job in sorted(self.done, key=lambda job: (job.folder.parent, job.seed))] if whole else []
+        )
+        shown = [*done, *(("runs", job) for job in self.running.values())]
+        width = max((len(job.label) for _, job in shown), default=0)
+        lines = [f"{state:9}{job.label:{width}} {progress(job)}".rstrip() for state, job in shown]
         for job, why in self.failed:
             lines += [f"failed   {job.label}", *(f"         | {line}" for line in why.splitlines())]
         counts = (len(self.done), len(self.running), len(self.waiting), len(self.failed))
         return "\n".join([*lines, "{} done, {} running, {} waiting, {} failed".format(*counts)])
+
+
+class Display:
+    """Shows a table each time that it changes: in place on a terminal, or the changed lines in a file or pipe."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def show(self, table: str) -> None:
+        """Show the table. A terminal gets what fits on it, because a long line would take two."""
+        before, self.shown = self.shown, table.splitlines()
+        if self.shown == before:
+            return
+        if sys.stderr.isatty():
+            columns, rows = shutil.get_terminal_size()
+            self.shown = [line[: columns - 1] for line in self.shown[1 - rows :]]
+            up = f"\x1b[{len(before)}A" if before else ""
+            if self.shown != before:
+                log.info(f"{up}\x1b[J" + "\n".join(self.shown))
+        elif changed := [line for line in self.shown if line not in before]:
+            log.info("\n".join(changed))
 
 
 def progress(job: Job) -> str:
@@ -91,7 +121,7 @@ def progress(job: Job) -> str:
         arguments = read_config(job.folder, "is missing or damaged")["arguments"]
         end = arguments.get("total_steps", arguments.get("online_steps", 0))
         step = max(curve)
-        return f" step {step:,} of {end:,}, return {curve[step]:,.1f}"
+        return f"step {step:,} of {end:,}, return {curve[step]:,.1f}"
     except (FileNotFoundError, InputError, ValueError, KeyError, TypeError):
         return ""
 
@@ -101,13 +131,15 @@ def train(args: Args) -> None:
     for flag, value, least in (("--cpus", args.cpus, 1), ("--gpus", args.gpus, 0)):
         if value is not None and value < least:
             raise InputError(f"{flag} is {value}: give {least} or more")
-    found = jobs(*read_suite(args.suite), args.folder)
+    name, entries = read_suite(args.suite)
+    found = jobs(name, entries, args.folder)
     if args.dry_run:
         print_result("\n".join(job.line for job in found))
         return
     sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
+    log.info(f"{len(found)} runs in {args.folder / name}, of which {len(sweep.done)} are finished")
     execute(sweep, args)
-    print_result(sweep.table())
+    print_result(f"{sweep.table(whole=True)}\nresults in {args.folder / name}")
     if sweep.failed:
         raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed: run the same command to start them again")
 
@@ -158,16 +190,15 @@ def execute(sweep: Sweep, args: Args) -> None:
 def drive(sweep: Sweep, ray: Any) -> None:
     """Start runs, collect those that ended, and print the table when it changes, until all have ended."""
     nodes: set[str] = set()
-    shown = ""
+    display = Display()
     while sweep.waiting or sweep.running:
         nodes |= refuse_other_versions(ray, nodes)
         fill(sweep, ray)
         ready, _ = ray.wait(list(sweep.running), timeout=2.0)
         for reference in ready:
             finish(sweep, reference, ray)
-        if (table := sweep.table()) != shown and (sweep.waiting or sweep.running):
-            log.info(f"\x1b[2J\x1b[H{table}" if sys.stderr.isatty() else f"{table.splitlines()[-1]}")
-            shown = table
+        if sweep.waiting or sweep.running:
+            display.show(sweep.table())
 
 
 def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:

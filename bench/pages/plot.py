@@ -1,0 +1,73 @@
+"""Draw the learning curves of your own runs, as a picture and as a page.
+
+make plot RUNS="runs/sac* runs/td3*"
+make plot RUNS=runs/lr ARGS="--output lr.png"     # all runs below a folder, for example those of a sweep
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bench.pages.runs_page import own_lines, read_runs, runs_page
+from bench.report.archive_run import KEPT_EVALUATIONS
+from bench.report.figures import panels_figure, png
+from common.command_line import command_line
+from common.errors import InputError
+from common.messages import print_result
+from common.run_folder import CONFIG, EVALUATIONS
+
+
+@dataclass(frozen=True)
+class Args:
+    """Runs and output."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders, or folders with run folders at any depth below them."""
+    output: Path = Path("runs/plot.png")
+    """The picture to write. The page has the same name and ends in .html."""
+
+    def __post_init__(self) -> None:
+        if self.output.suffix != ".png":
+            raise InputError(f"--output is {self.output}: give a path that ends in .png")
+
+
+def run_folders(given: tuple[Path, ...]) -> list[Path]:
+    """Return every run folder at or below the paths, once. Raises InputError if one of them has none."""
+    found: dict[Path, None] = {}
+    for path in given:
+        below = sorted(
+            each.parent
+            for each in path.rglob(CONFIG)
+            if any((each.parent / name).exists() for name in (EVALUATIONS, KEPT_EVALUATIONS))
+        )
+        if not below:
+            why = "has no run with evaluations" if path.exists() else "matches no run"
+            raise InputError(f"{path} {why}: give run folders, or a folder that holds them")
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
+def main(args: Args) -> None:
+    """Write the picture and the page. Raises InputError if there is nothing to draw, or if a run is damaged."""
+    if not args.runs:
+        raise InputError('no run is given: make plot RUNS="runs/sac* runs/td3*"')
+    runs = read_runs(run_folders(args.runs))
+    if not runs:
+        raise InputError(f"{args.runs[0]} has no evaluation yet: wait for the first, or give other runs")
+    lines = own_lines(runs)
+    for task, of_task in lines.items():
+        for line, seeds in of_task.items():
+            ends = sorted(max(curve) for curve in seeds.values())
+            span = f"{ends[0]:,}" if ends[0] == ends[-1] else f"{ends[0]:,} to {ends[-1]:,}"
+            print_result(f"{task}: {line.name}, {len(seeds)} seed{'s' * (len(seeds) > 1)}, to step {span}")
+    page = args.output.with_suffix(".html")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    png(panels_figure(lines), args.output)
+    page.write_text(runs_page(runs, args.output.stem))
+    print_result(f"written to {args.output} and {page}")
+
+
+if __name__ == "__main__":
+    command_line(main, Args)

@@ -1,0 +1,128 @@
+"""`make plot RUNS=...`: the learning curves of chosen runs, as PNG and HTML."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_runs_page import add
+
+from bench.pages import plot
+from bench.pages.plot import Args, run_folders
+from bench.pages.runs_page import own_lines, read_runs
+from bench.report.figures import COLOURS, OTHERS, Line, colours_of, panels_figure
+from common.errors import InputError
+
+RETURNS = {0: (1.0, 3.0), 1000: (5.0, 7.0)}
+
+
+def add_with(folder: Path, algo: str, seed: int, returns: dict[int, tuple[float, ...]] = RETURNS, **flags: Any) -> Path:
+    """Add a run on Hopper-v4 with these arguments."""
+    add(folder, algo, "Hopper-v4", seed, returns)
+    config = json.loads((folder / "config.json").read_text())
+    config["arguments"] |= flags
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def lines_of(*folders: Path) -> dict[str, list[Line]]:
+    """Return the lines of each task."""
+    return {task: list(lines) for task, lines in own_lines(read_runs(list(folders))).items()}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for seed in (1, 2, 3, 4):
+        add(tmp_path / f"sac__Hopper-v4__{seed}", "sac", "Hopper-v4", seed, {0: (1.0,), 1000: (10.0 * seed,)})
+    add(tmp_path / "lr" / "td3" / "Walker2d-v4" / "1", "td3", "Walker2d-v4", 1, RETURNS)
+    add(tmp_path / "ppo__Hopper-v4__1", "ppo", "Hopper-v4", 1, RETURNS)
+    return tmp_path
+
+
+def test_a_picture_and_a_page_are_written(runs: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the runs that are given, a sweep's folder among them, and of no others."""
+    output = runs / "new" / "mine.png"
+    plot.main(Args((*sorted(runs.glob("sac*")), runs / "lr"), output))
+    assert output.read_bytes().startswith(b"\x89PNG")
+    page = output.with_suffix(".html").read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page)
+    assert page.count("<img") == 2
+    assert "SAC ends at 25 (10 to 40) after 1,000" in page
+    assert "PPO" not in page
+    assert capsys.readouterr().out.splitlines() == [
+        "Hopper-v4: SAC, 4 seeds, to step 1,000",
+        "Walker2d-v4: TD3, 1 seed, to step 1,000",
+        f"written to {output} and {output.with_suffix('.html')}",
+    ]
+
+
+def test_each_task_has_a_panel_and_an_algorithm_one_colour(runs: Path):
+    """Four seeds are one line with a band, and fewer are one line each, to its own end."""
+    add(runs / "td3__Hopper-v4__1", "td3", "Hopper-v4", 1, RETURNS)
+    add(runs / "td3__Hopper-v4__2", "td3", "Hopper-v4", 2, RETURNS | {2000: (9.0,)})
+    lines = own_lines(read_runs(run_folders((runs,))))
+    figure = panels_figure(lines)
+    hopper, walker = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["Hopper-v4", "Walker2d-v4"]
+    drawn = [(line.get_color(), list(line.get_xdata())) for line in hopper.lines]
+    steps = [0, 1000]
+    assert drawn == [
+        (COLOURS["ppo"], steps), (COLOURS["sac"], steps), (COLOURS["td3"], steps), (COLOURS["td3"], [*steps, 2000]),
+    ]  # fmt: skip
+    assert len(hopper.collections) == 1
+    assert [line.get_color() for line in walker.lines] == [COLOURS["td3"]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["PPO", "SAC", "TD3"]
+
+
+def test_flags_have_styles_and_labels_of_their_own(tmp_path: Path):
+    """What a run's name, length and place are is no difference, nor is a flag that an older run does not have."""
+    common = {"overlap": False, "total_steps": 1000, "run_dir": "a", "gamma": 0.99}
+    default = add_with(tmp_path / "a", "sac", 1, **common, actor_lr=1e-4)
+    longer = add_with(tmp_path / "b", "sac", 2, **common | {"total_steps": 2000, "run_dir": "b"}, actor_lr=1e-4)
+    other = add_with(tmp_path / "c", "sac", 1, **common, actor_lr=3e-4, newer=True)
+    found = lines_of(default, longer, other)["Hopper-v4"]
+    assert [line.name for line in found] == ["SAC, actor-lr 0.0001", "SAC, actor-lr 0.0003"]
+    assert {line.colour for line in found} == {COLOURS["sac"]}
+    assert len({str(line.style) for line in found}) == 2
+    assert lines_of(default, longer)["Hopper-v4"] == [Line("SAC", COLOURS["sac"])]
+    short, long = (add_with(tmp_path / f"ppo{n}", "ppo", 1, total_steps=n) for n in (1000, 2000))
+    assert len(lines_of(short, long)["Hopper-v4"]) == 2  # PPO's schedule depends on its length
+
+
+def test_runs_of_one_seed_are_both_drawn(tmp_path: Path):
+    folders = [add_with(tmp_path / name, "sac", 1) for name in "ab"]
+    (seeds,) = own_lines(read_runs(folders))["Hopper-v4"].values()
+    assert list(seeds) == ["1", f"1 ({folders[1]})"]
+
+
+def test_new_algorithms_have_colours_without_an_edit():
+    """Different ones, also where their names would give the same."""
+    new = [f"new{i}" for i in range(len(OTHERS))]
+    found = colours_of(["sac", *new])
+    assert found["sac"] == COLOURS["sac"]
+    assert sorted(found[name] for name in new) == sorted(OTHERS)
+
+
+def test_runs_of_the_repository_can_be_drawn():
+    """Their evaluations are compressed."""
+    (runs,) = own_lines(read_runs(run_folders((ROOT / "results" / "sac" / "Hopper-v4",)))).values()
+    assert [len(seeds) for seeds in runs.values()] == [2]
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
+    def refused(named: str, *runs: Path, **changed: Any) -> None:
+        with pytest.raises(InputError, match=named):
+            plot.main(Args(runs, **{"output": tmp_path / "plot.png"} | changed))
+        assert not (tmp_path / "plot.png").exists()
+
+    refused("no run is given: make plot RUNS=")
+    refused(r"sac\* matches no run: give run folders", tmp_path / "sac*")
+    refused("has no run with evaluations", tmp_path)
+    early = add_with(tmp_path / "early", "sac", 1, {})
+    refused("early has no evaluation yet: wait", early)
+    torn = add_with(tmp_path / "torn", "sac", 1)
+    (torn / "evaluations.csv").write_text("step,episode,return\n0,0,1.0\n100")
+    refused("torn/evaluations.csv is damaged: resume the run", torn)
+    refused(r"plot\.pdf: give a path that ends in \.png", torn, output=tmp_path / "plot.pdf")
