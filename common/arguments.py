@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -172,13 +172,13 @@ def json_object(flag: str, value: object) -> str:
 
 
 def env_settings(
-    env_kwargs: str = "{}", time_limit: int | None = None, action_repeat: int = 1, **_: Any
+    env_kwargs: str = "{}", time_limit: int | None = None, action_repeat: int | None = None, **_: Any
 ) -> dict[str, Any]:
     """Return what `envs.make.make` gets besides the id. An older run's arguments lack these flags."""
     settings: dict[str, Any] = json.loads(env_kwargs)
     if time_limit:
         settings["max_episode_steps"] = time_limit
-    if action_repeat > 1:
+    if action_repeat:
         settings["action_repeat"] = action_repeat
     return settings
 
@@ -210,17 +210,25 @@ def label_of(args: "RunArgs") -> str:
     return f"{safe}-{hashlib.sha256(repr(words).encode()).hexdigest()[:8]}"
 
 
+class Origin:
+    """How arguments came to their values. It is no part of `vars`, which are the values alone."""
+
+    __slots__ = ("_given", "_label", "from_preset")
+
+    if TYPE_CHECKING:
+        _given: set[str]  # the arguments that the object was made with
+        _label: str | None  # the label before others were filled in
+        from_preset: dict[str, Any]  # the values of --preset, also those that a flag overrides
+
+
 @dataclasses.dataclass
-class RunArgs:
+class RunArgs(Origin):
     """Arguments of every algorithm."""
 
     extendable: ClassVar[tuple[str, ...]] = ()  # arguments that may be larger when a run is resumed
-    _label: ClassVar[str | None] = None  # of the arguments before others were filled in
     worth_compiling: ClassVar[int] = 200_000  # steps that save the time of compiling (docs/cpu.md)
     switch_step: ClassVar[int | None] = None  # the last step on a dataset alone, with an evaluation on both sides
     task_flag: ClassVar[str] = "env"  # which argument a preset's task is
-    from_preset: ClassVar[dict[str, Any]] = {}  # the values of --preset, also those that a flag overrides
-    _given: ClassVar[set[str]]  # the arguments that the object was made with
 
     env: str = "HalfCheetah-v4"
     """Gymnasium id of the environment."""
@@ -228,8 +236,9 @@ class RunArgs:
     """Arguments of the environment's constructor, as a dict in JSON: '{"use_contact_forces": false}'."""
     time_limit: int | None = None
     """Steps of the environment after which an episode is truncated, instead of its own limit."""
-    action_repeat: int = 1
-    """Steps of the environment for each action (frame skip). Their rewards are summed."""
+    action_repeat: int | None = None
+    """Steps of the environment for each action (frame skip), whose rewards are summed.
+    None means 1, or that of the dataset."""
     seed: NonNegativeInt = 1
     """Random seed of networks, exploration, environments and batches."""
     preset: str | None = None
@@ -278,7 +287,8 @@ class RunArgs:
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Note which arguments are given, because a preset fills in only the others."""
         self = super().__new__(cls)
-        vars(self)["_given"] = {field.name for field in dataclasses.fields(cls)[: len(values)]} | named.keys()
+        self._given = {field.name for field in dataclasses.fields(cls)[: len(values)]} | named.keys()
+        self._label, self.from_preset = None, {}
         return self
 
     def __post_init__(self) -> None:
@@ -304,11 +314,14 @@ class RunArgs:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         values = read_preset(preset, Path(inspect.getfile(type(self))), defaults)
         values = {self.task_flag: values.pop("task")} | values
+        if "env_kwargs" in values:
+            values["env_kwargs"] = json_object(f"env_kwargs of --preset {preset}", values["env_kwargs"])
         values = {k: checked_as(hints[k], f"{k} of --preset {preset}", value) for k, value in values.items()}
-        is_used = [getattr(self, k) == v for k, v in values.items() if k != self.task_flag and v != defaults[k]]
-        if is_used and not any(is_used) and self._given >= defaults.keys():
+        changing = [k for k, v in values.items() if k != self.task_flag and v != defaults[k]]
+        is_unused = all(getattr(self, name) == defaults[name] for name in changing)
+        if changing and is_unused and self._given >= defaults.keys():
             raise InputError(f"--preset {preset} came too late: give it to Args, not to dataclasses.replace")
-        vars(self)["from_preset"] = values
+        self.from_preset = values
         vars(self).update({name: value for name, value in values.items() if name not in self._given})
 
     @property
@@ -323,8 +336,8 @@ class RunArgs:
 
     def filled_in(self, **values: Any) -> Self:
         """Return a copy with values that no flag gave, which therefore leave the run's name unchanged."""
-        filled = dataclasses.replace(self, **values)
-        vars(filled)["_label"] = self.label
+        filled = dataclasses.replace(self, **values | {"preset": None})
+        filled.preset, filled.from_preset, filled._label = self.preset, self.from_preset, self.label
         return filled
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import InputError
 
-NAMED = re.compile(r"(.+\.toml|\w+)/(.+)")
+NAMED = re.compile(r"(.+\.toml|[\w-]+)/(.+)")
 
 
 def read_preset(preset: str, algorithm: Path, flags: Collection[str]) -> dict[str, Any]:

@@ -135,11 +135,11 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     def __init__(self, env: Env, times: int) -> None:
         RecordConstructorArgs.__init__(self, times=times)
         gym.Wrapper.__init__(self, env)
-        self._times = times
+        self.action_repeat = times
 
     def step(self, action: Array) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
         total, successes = 0.0, dict[str, bool]()
-        for _ in range(self._times):
+        for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
             total += float(reward)
             successes |= {key: bool(info[key]) or successes.get(key, False) for key in SUCCESS if key in info}
@@ -212,7 +212,7 @@ def unwrapped(env_id: str, action_repeat: int = 1, **kwargs: Any) -> Env:
 def _cure(name: str, kwargs: dict[str, Any]) -> str:
     if kwargs:
         text = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-        return f"Check its arguments (--env-kwargs, --time-limit): {text[:200]}"
+        return f"Check the arguments of its constructor: {text[:200]}"
     if ":" in name:
         return "Its own code failed: correct its constructor."
     return _alike(name) or "`pip install -r requirements.txt` brings the versions known to work."

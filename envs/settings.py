@@ -38,7 +38,7 @@ def settings_in(
         there, here = (json.dumps(k, default=str) for k in (made_with, asked))
         raise InputError(
             f"{what} was made in {env_id} with the arguments {there[:300]}, not {here[:300]}\n"
-            "leave --env-kwargs and --action-repeat out to use those, or give other data or another policy"
+            "leave its settings out to use those, or give other data or another policy"
         )
     return made_with | asked
 
@@ -49,3 +49,9 @@ def is_same_variant(env_id: str, one: dict[str, Any], other: dict[str, Any]) -> 
     registered = {"action_repeat": 1} | find(env_id).kwargs
     full = [json.loads(json.dumps(registered | k | {"max_episode_steps": None}, default=str)) for k in (one, other)]
     return bool(full[0] == full[1])
+
+
+def is_plain(env_id: str, settings: dict[str, Any]) -> bool:
+    """Return whether the environment is made as it is registered, so that its published reference scores apply."""
+    limit = find(env_id).max_episode_steps
+    return is_same_variant(env_id, settings, {}) and settings.get("max_episode_steps") in (None, limit)

@@ -179,7 +179,7 @@ def read(source: str | Path, compat: bool = False, horizon: int | None = None) -
 
     Raises InputError if there is no such dataset, or if it cannot be downloaded or read.
     """
-    source = str(source)
+    source = str(source).removeprefix("minari:")  # as an output of `offline.write`
     if source in d4rl.IDS or source.endswith((".hdf5", ".h5")) or Path(source).is_file():
         return d4rl.read(source, compat, horizon)
     if minari.is_id(source):

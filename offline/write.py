@@ -87,7 +87,9 @@ def write_dataset(
         raise InputError(f"env_kwargs do not fit into JSON: {error}") from None
     box = checked_attributes(output, attributes, data.actions.shape[1]).get("box")
     require_constructor_arguments(env_kwargs or {})
-    if ref_scores is not None and not (np.isfinite(ref_scores).all() and ref_scores[0] < ref_scores[1]):
+    if env_kwargs and not env:
+        raise InputError("env_kwargs are given without env: give both")
+    if ref_scores is not None and not _is_increasing(ref_scores):
         raise InputError(f"ref_scores are {ref_scores}: give two numbers, the smaller one first")
     spaces = _spaces(data, env, env_kwargs or {}, box)
     actions_box: Any = spaces.action_space
@@ -124,6 +126,15 @@ def write_dataset(
         f"{len(data.rewards):,} steps in {episodes:,} episodes ({episodes - cut:,} terminated, {cut:,} cut) are "
         f"written to {output}"
     )
+
+
+def _is_increasing(scores: object) -> bool:
+    """Return whether these are two finite numbers, the smaller one first."""
+    try:
+        low, high = np.asarray(scores, np.float64)
+    except (TypeError, ValueError):
+        return False
+    return bool(np.isfinite([low, high]).all() and low < high)
 
 
 def _spaces(data: Transitions, env_id: str | None, kwargs: dict[str, Any], box: tuple[Array, Array] | None) -> Spaces:

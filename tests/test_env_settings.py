@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tools.collect import collect
 from tools.evaluate import Args as Evaluation
 from tools.evaluate import main as evaluate
 from tools.policies import read_trained
+from tools.video import seconds_per_step
 
 
 class Counting(gym.Env[Any, Any]):
@@ -179,7 +181,7 @@ def test_wrong_counts_in_settings_are_refused(value: Any, small: Callable[..., A
 
 def test_a_constructor_that_does_not_know_them_is_named(small: Callable[..., Any]) -> None:
     args = small(env_kwargs={"wind": 1})
-    with pytest.raises(InputError, match=r"(?s)unexpected keyword.*Check its arguments \(--env-kwargs"):
+    with pytest.raises(InputError, match=r"(?s)unexpected keyword.*Check the arguments of its constructor"):
         Rollout(args.env, args)
 
 
@@ -230,7 +232,7 @@ def test_a_policy_acts_in_its_own_variant(small: Callable[..., Any], made: list[
     (row,) = evaluate(Evaluation((str(folder),), episodes=2))
     assert row["length"] == 20
     assert all(kwargs == {"g": 7.0, "max_episode_steps": 20} for kwargs in made)
-    with pytest.raises(InputError, match="leave --env-kwargs and --action-repeat out to use those"):
+    with pytest.raises(InputError, match="leave its settings out to use those"):
         evaluate(Evaluation((str(folder),), episodes=2, env_kwargs='{"g": 5.0}'))
     trained = read_trained(folder / "policy" / "last.safetensors")
     assert trained.environment("Counting-v0", '{"strength": 2.0}') == ("Counting-v0", {"strength": 2.0})
@@ -283,5 +285,38 @@ def test_collected_data_have_the_variant_of_the_policies(small: Callable[..., An
         collect(first)
     with pytest.raises(InputError, match="were trained with other arguments of Pendulum-v1"):
         collect(Collection("both.hdf5", policy=(str(tmp_path / "a"), str(tmp_path / "b")), **arguments))
-    with pytest.raises(InputError, match="leave --env-kwargs and --action-repeat out"):
+    with pytest.raises(InputError, match="leave its settings out"):
         collect(dataclasses.replace(first, output="other.hdf5", env_kwargs='{"g": 8.0}'))
+
+
+def test_an_action_repeat_of_one_is_a_setting(tmp_path: Path) -> None:
+    """Given, it is not the same as left out: data that repeat actions are refused."""
+    path = dataset(tmp_path / "a.hdf5", env_kwargs='{"action_repeat": 4}')
+    assert load(path).evaluation_env("", Args().env_settings)[1] == {"action_repeat": 4}
+    with pytest.raises(InputError, match="was made in Pendulum-v1"):
+        load(path).evaluation_env("", Args(action_repeat=1).env_settings)
+
+
+def test_a_video_shows_repeated_actions_at_their_speed() -> None:
+    """An action of four steps takes four times as long, by the environment's `dt` or by MuJoCo's clock."""
+    for env_id in ("Pendulum-v1", "InvertedPendulum-v5"):
+        once, repeated = (seconds_per_step(make(env_id, action_repeat=times)) for times in (1, 4))
+        assert repeated == pytest.approx(4 * once)
+
+
+def test_scores_are_those_of_the_registered_environment(small: Callable[..., Any], tmp_path: Path) -> None:
+    """Published reference scores do not apply to a variant, so it has none."""
+    for name, settings in (("plain", {}), ("short", {"time_limit": 100}), ("other", {"action_repeat": 2})):
+        run_dir = tmp_path / name
+        module("sac").train(small(env="Hopper-v4", total_steps=60, eval_episodes=1, run_dir=run_dir, **settings))
+        (row,) = evaluate(Evaluation((str(run_dir),), episodes=1))
+        assert (row["score"] is not None) == (name == "plain")
+
+
+def test_settings_that_are_dropped_are_named(small: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A policy that is used in another environment leaves its own settings behind."""
+    folder = module("sac").train(small(total_steps=60, time_limit=20)).folder
+    caplog.set_level("WARNING", "onramp")
+    logging.getLogger("onramp").addHandler(caplog.handler)
+    assert read_trained(folder).environment("Counting-v0") == ("Counting-v0", {})
+    assert "was trained in Pendulum-v1 with {'max_episode_steps': 20}, which do not apply to Counting-v0" in caplog.text

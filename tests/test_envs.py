@@ -243,7 +243,7 @@ def test_a_reset_that_gives_no_numbers_is_refused(obs: Any) -> None:
 def test_arguments_that_do_not_fit_are_named() -> None:
     """Not the environment itself, as if its name were wrong."""
     with pytest.raises(
-        InputError, match=r"unexpected keyword[^\n]*\nCheck its arguments \(--env-kwargs, --time-limit\): mass=1$"
+        InputError, match=r"unexpected keyword[^\n]*\nCheck the arguments of its constructor: mass=1$"
     ) as caught:
         make("Pendulum-v1", mass=1)
     assert "Did you mean" not in str(caught.value)

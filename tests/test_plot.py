@@ -91,6 +91,17 @@ def test_flags_have_styles_and_labels_of_their_own(tmp_path: Path):
     assert len(lines_of(short, long)["Hopper-v4"]) == 2  # PPO's schedule depends on its length
 
 
+def test_an_older_run_without_a_flag_has_its_default(tmp_path: Path):
+    """So it does not hide that other runs differ in this flag."""
+    old, plain = add_with(tmp_path / "a", "sac", 1), add_with(tmp_path / "b", "sac", 2, action_repeat=None)
+    repeated = add_with(tmp_path / "c", "sac", 3, action_repeat=4)
+    found = own_lines(read_runs([old, plain, repeated]))["Hopper-v4"]
+    assert [(line.name, list(seeds)) for line, seeds in found.items()] == [
+        ("SAC, action-repeat 4", ["3"]),
+        ("SAC, action-repeat None", ["1", "2"]),
+    ]
+
+
 def test_runs_of_one_seed_are_both_drawn(tmp_path: Path):
     folders = [add_with(tmp_path / name, "sac", 1) for name in "ab"]
     (seeds,) = own_lines(read_runs(folders))["Hopper-v4"].values()

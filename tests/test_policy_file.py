@@ -58,8 +58,9 @@ def test_a_file_holds_all_that_acting_depends_on(algo: str) -> None:
 
 
 def test_of_sac_it_is_the_actor() -> None:
+    """And the normaliser of observations, which has no tensors by default."""
     agent = agent_of("sac")
-    assert networks(agent).keys() & names_for_acting(agent, eval_policy(agent), OBS) == {"actor"}
+    assert networks(agent).keys() & names_for_acting(agent, eval_policy(agent), OBS) == {"actor", "obs_normalizer"}
 
 
 def test_best_is_the_policy_of_the_highest_mean_return(small: Callable[..., Any]) -> None:

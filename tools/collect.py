@@ -148,7 +148,8 @@ def _environment(args: Args, run: Trained | None) -> tuple[str, dict[str, Any]]:
     require_constructor_arguments(asked)
     settings = [each.environment(env_id, args.env_kwargs)[1] for each in folders] or [asked]
     for folder, own in zip(folders, settings, strict=False):
-        if not is_same_variant(env_id, own, settings[0]):
+        limits = own.get("max_episode_steps"), settings[0].get("max_episode_steps")
+        if limits[0] != limits[1] or not is_same_variant(env_id, own, settings[0]):
             raise InputError(f"{folder.path} and {folders[0].path} were trained with other arguments of {env_id}")
     return env_id, settings[0]
 

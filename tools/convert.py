@@ -117,9 +117,14 @@ def of_ogbench(args: Args, file: Archive) -> Arrays:
     Source: Park et al. 2024, "OGBench", arXiv 2410.20092, and the loader of its package (MIT), version 1.2.1.
     """
     _leave_out(args, "horizon", "obs_keys")
-    if "rewards" not in file or "masks" not in file:
+    if "rewards" in file and "masks" not in file:
         raise InputError(
-            f"{args.file} has no rewards and masks: OGBench computes them for one task\n"
+            f"{args.file} has rewards and terminals, but no ends of episodes\n"
+            "add timeouts (D4RL's name) or masks (OGBench's name), as docs/data.md shows"
+        )
+    if "rewards" not in file:
+        raise InputError(
+            f"{args.file} has no rewards: OGBench computes them for one task\n"
             "save what its loader returns for a singletask name, as docs/data.md shows, and convert that"
         )
     names = ("observations", "actions", "rewards", "masks", "terminals", "valids", "next_observations")

@@ -29,6 +29,7 @@ from common.evaluate import Episode, evaluate
 from common.messages import print_result
 from common.seeding import seeds
 from envs.make import make
+from envs.settings import is_plain
 from offline.scores import normalized, reference
 from tools.policies import Trained, load_policy, read_trained
 
@@ -105,7 +106,8 @@ def main(args: Args) -> list[dict[str, Any]]:
     for name in args.policies:
         trained = read_trained(name)
         seeds_used, episodes = zip(*episodes_of(args, trained, name), strict=True)
-        between = reference(trained.environment(args.env)[0])
+        env_id, settings = trained.environment(args.env, args.env_kwargs)
+        between = reference(env_id) if is_plain(env_id, settings) else None
         scores = normalized([e.return_ for e in episodes], between).tolist() if between else None
         found.append({"policy": name, "step": trained.facts["step"], **summary(list(episodes), scores)})
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):

@@ -89,7 +89,9 @@ class Trained:
         if not env_id:
             raise InputError(f"{self.path} used its dataset's environment and does not name it: give --env")
         asked: dict[str, Any] = json.loads(json_object("--env-kwargs", env_kwargs))
-        return env_id, settings_in(env_id, asked, own, env_settings(**self.arguments), str(self.path))
+        if (settings := env_settings(**self.arguments)) and env_id != own:
+            log.warning(f"{self.path} was trained in {own} with {settings}, which do not apply to {env_id}")
+        return env_id, settings_in(env_id, asked, own, settings, str(self.path))
 
     def output(self, name: str, env_id: str) -> Path:
         """Return <run>/`name`, or for a policy file <algorithm>-<env> with `name`'s suffix, in the current folder."""

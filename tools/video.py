@@ -134,7 +134,13 @@ def seconds_per_step(env: gym.Env[Any, Any]) -> float:
         env.step(np.zeros(env.action_space.shape or (), np.float32))
         if unwrapped.data.time > before:
             return float(unwrapped.data.time - before)
-    return float(getattr(unwrapped, "dt", 0) or 1 / env.metadata.get("render_fps", 30))
+    return action_repeat(env) * float(getattr(unwrapped, "dt", 0) or 1 / env.metadata.get("render_fps", 30))
+
+
+def action_repeat(env: gym.Env[Any, Any]) -> int:
+    """Return how many steps of the environment each action takes."""
+    wrapped: Any = env
+    return int(wrapped.get_wrapper_attr("action_repeat")) if wrapped.has_wrapper_attr("action_repeat") else 1
 
 
 @contextlib.contextmanager
@@ -159,7 +165,8 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
     writers: list[Any] = []
     calls = itertools.count()
     longest = (env.spec and env.spec.max_episode_steps) or MAX_EPISODE_STEPS
-    progress = Progress(0, 0, -(-episodes * (longest + 1) // every), "frame")
+    actions = -(-longest // action_repeat(env)) + 1
+    progress = Progress(0, 0, -(-episodes * actions // every), "frame")
     progress.note = " at most"  # an episode may end before
 
     def show() -> None:
@@ -195,7 +202,7 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
 
 
 def lower_quality(env: gym.Env[Any, Any]) -> None:
-    """Set how MuJoCo draws, so that a processor draws three to five times as fast. docs/video.md has the figures.
+    """Set how MuJoCo draws, so that a processor draws three to four times as fast. docs/video.md has the figures.
 
     Call it before the first frame. It changes nothing of the simulation.
     """

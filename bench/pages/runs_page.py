@@ -1,5 +1,8 @@
 """Build a page of your own runs: learning curves and a table, from the run folders in one folder."""
 
+import dataclasses
+import importlib
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,21 +79,34 @@ def runs_page(runs: list[OwnRun], title: str) -> str:
     return template("runs.html").render(folder=title, curves=list(own_curves(runs)), runs=own_table(runs))
 
 
+def defaults_of(algo: str) -> dict[str, Any]:
+    """Return the defaults of an algorithm's flags as config.json holds them, or none if it is not here."""
+    try:
+        fields = dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)
+    except (ImportError, AttributeError):
+        return {}
+    found: dict[str, Any] = json.loads(json.dumps({field.name: field.default for field in fields}, default=str))
+    return found
+
+
 def own_lines(runs: list[OwnRun]) -> dict[str, dict[Line, dict[str, Curve]]]:
     """Return for each task the curves of each line by seed: one line for each algorithm and set of flags.
 
     An algorithm has one colour. Its line style and label distinguish flags, if runs on the same task differ in them.
-    A flag that an older run does not have is ignored.
+    A flag that an older run does not have counts as its default.
     """
     flags: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    known = set().union(*(run.flags for run in runs))
+    flags_of = {run.folder: {k: v for k, v in defaults_of(run.algo).items() if k in known} | run.flags for run in runs}
     for run in runs:
-        flags[run.task, run.algo].append(run.flags)
+        flags[run.task, run.algo].append(flags_of[run.folder])
     named: dict[Path, str] = {}  # the label of each run's flags
     for run in runs:
         alike = flags[run.task, run.algo]
-        names = [name for name in sorted(run.flags) if all(name in o for o in alike)]
-        names = [name for name in names if any(o[name] != run.flags[name] for o in alike)]
-        named[run.folder] = ", ".join(f"{name.replace('_', '-')} {run.flags[name]}" for name in names)
+        own = flags_of[run.folder]
+        names = [name for name in sorted(own) if all(name in o for o in alike)]
+        names = [name for name in names if any(o[name] != own[name] for o in alike)]
+        named[run.folder] = ", ".join(f"{name.replace('_', '-')} {own[name]}" for name in names)
     colours = colours_of({run.algo for run in runs})
     variants = {algo: sorted({named[run.folder] for run in runs if run.algo == algo}) for algo in colours}
     lines: dict[str, dict[Line, dict[str, Curve]]] = {}

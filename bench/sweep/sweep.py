@@ -85,7 +85,8 @@ class Sweep:
             [("done", job) for job in sorted(self.done, key=lambda job: (job.folder.parent, job.seed))] if whole else []
         )
         shown = [*done, *(("runs", job) for job in self.running.values())]
-        width = max((len(job.label) for _, job in shown), default=0)
+        jobs = [*self.done, *self.running.values(), *self.waiting]
+        width = max((len(job.label) for job in jobs), default=0)
         lines = [f"{state:9}{job.label:{width}} {progress(job)}".rstrip() for state, job in shown]
         for job, why in self.failed:
             lines += [f"failed   {job.label}", *(f"         | {line}" for line in why.splitlines())]

@@ -192,6 +192,9 @@ def test_presets_fill_what_is_left_open(domain: str, size: str) -> None:
         "run_dir",
         "init_from",
         "horizon",
+        "preset",
+        "time_limit",
+        "action_repeat",
     }
     assert {name for name, value in vars(args).items() if isinstance(value, Unset)} == {"overlap", "compile"}
 
