@@ -119,7 +119,8 @@ def learning_table() -> Table:
     theirs = published()
     for (algo, env), seeds in online().items():
         for step in STEPS:
-            row = spread_at(seeds, step), interquartile(seeds, step), spread_at(theirs[algo, env], step)
+            known = spread_at(theirs[algo, env], step) if theirs[algo, env] else ""
+            row = spread_at(seeds, step), interquartile(seeds, step), known
             table.rows.append([f"{algo.upper()}, {env}", f"{step:,}", *row])
     return table
 
