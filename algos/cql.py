@@ -274,8 +274,7 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, rewards, discount=discount, failure=args.failure_reward)
     rollout = data.rollout()
     agent = CQL(args, rollout.obs_dim, rollout.action_dim, run.device)
-    if isinstance(agent.obs_normalizer, FixedNormalizer):
-        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(
         lambda online, imitate: agent.update(data.sample(online, agent.generator), imitate),

@@ -314,8 +314,7 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, rewards, online_batch=online_batch, wait_for_full_batch=False)
     rollout = data.rollout()
     agent = EXPO(args, rollout.obs_dim, rollout.action_dim, run.device)
-    if isinstance(agent.obs_normalizer, FixedNormalizer):
-        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     data.load_pretrained(agent, only=BASE, must_match=BASE_ARGS)
@@ -327,8 +326,7 @@ def train(args: Args) -> Result:
         pre_training, collecting = step <= 0, 0 < step <= random_steps
         # Act
         if not pre_training:
-            random = rollout.steps < random_steps
-            actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
+            actions = rollout.random_actions(agent.generator) if rollout.steps < random_steps else policy(rollout.obs)
             data.add(rollout.step(actions, meanwhile=update.flush))  # actions as they were chosen, not clipped
 
         # Learn: the base policy alone in pre-training

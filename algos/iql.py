@@ -217,8 +217,7 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, rewards, normalize_returns=args.normalize_returns)
     rollout = data.rollout()
     agent = IQL(args, rollout.obs_dim, rollout.action_dim, run.device)
-    if isinstance(agent.obs_normalizer, FixedNormalizer):
-        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
     data.load_pretrained(agent)

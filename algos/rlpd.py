@@ -186,8 +186,7 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), online_batch=args.utd * args.batch_size)
     rollout = data.rollout()
     agent = RLPD(args, rollout.obs_dim, rollout.action_dim, run.device)
-    if isinstance(agent.obs_normalizer, FixedNormalizer):
-        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
     data.load_pretrained(agent)

@@ -150,8 +150,7 @@ def train(args: Args) -> Result:
     data = OfflineToOnline(args, run)
     rollout = data.rollout()
     agent = TD3BC(args, rollout.obs_dim, rollout.action_dim, run.device)
-    if isinstance(agent.obs_normalizer, FixedNormalizer):
-        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(
         lambda online, with_actor: agent.update(data.sample(online, agent.generator), with_actor),

@@ -311,8 +311,7 @@ def train(args: Args) -> Result:
                            online_returns=args.online_cql, online_batch=args.utd * args.batch_size)  # fmt: skip
     rollout = data.rollout()
     agent = WSRL(args, rollout.obs_dim, rollout.action_dim, run.device)
-    if isinstance(agent.obs_normalizer, FixedNormalizer):
-        agent.obs_normalizer.set_statistics(*data.dataset.obs_statistics())
+    data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     data.load_pretrained(agent, from_algos=("cql", "iql"))

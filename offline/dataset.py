@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from filelock import FileLock
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint import replacing
 from common.errors import InputError, RunError
 from common.memory import free_address_space, free_memory, report_out_of_memory
+from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch, ReplayBuffer, pack
 from offline import d4rl, minari
 from offline.recording import (
@@ -108,6 +109,11 @@ class Dataset(Episodes):
         mean = total / n
         deviation = np.sqrt(np.maximum(squares / n - np.square(mean), 0.0))
         return (mean + shift).astype(np.float32), deviation.astype(np.float32)
+
+    def fit(self, normalizer: nn.Module) -> None:
+        """Give a `FixedNormalizer` the statistics of obs. Another module, as without `--normalize-obs`, has none."""
+        if isinstance(normalizer, FixedNormalizer):
+            normalizer.set_statistics(*self.obs_statistics())
 
     def top(self, fraction: float) -> "Dataset":
         """Return the episodes of highest return that together hold `fraction` of the transitions, the best first.

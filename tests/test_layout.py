@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, every_algorithm
 
 # bench, tools → algos → offline → envs, common
 BELOW = {
@@ -86,6 +86,14 @@ def test_no_module_has_a_name_of_the_standard_library() -> None:
     names = {path: path.parent.name if path.stem == "__init__" else path.stem for path in sources()}
     assert len(names) > 80
     assert not {str(path) for path, name in names.items() if name in sys.stdlib_module_names}
+
+
+@every_algorithm
+def test_a_training_loop_has_at_most_30_lines(algo: str):
+    """Blank lines and comments count, the decorator does not."""
+    body = ast.parse((ROOT / "algos" / f"{algo}.py").read_text()).body
+    (train,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == "train")
+    assert train.end_lineno - train.lineno + 1 <= 30
 
 
 def test_sizes_of_files_and_folders() -> None:
