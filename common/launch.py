@@ -24,6 +24,7 @@ CURE = "install a working C++ compiler or name one in CXX"
 ANOTHER_RUN = "or start another run with --no-compile"
 CHECK_EVERY = 60.0  # seconds
 CHECK_SHARE = 0.01  # of the time, at most
+MANY_ENVS = 16  # they share a call of the policy, of which compiled code saves 20 to 30 µs; loading it takes a second
 
 
 class Launch:
@@ -83,9 +84,10 @@ class Launch:
         return RecordedFunction(function, self._record) if self.form == "recorded" else function
 
     def policy(self, agent: Agent) -> Act:
-        """Return the agent's `act` in the run's form."""
+        """Return the agent's `act` in the run's form, but eager if many environments share a recorded call."""
         act: Act = agent.act
-        if self.form == "eager":
+        is_shared = self.args.num_envs >= MANY_ENVS and self.args.compile is IF_IT_PAYS
+        if self.form == "eager" or (self.form == "recorded" and is_shared):
             return act
         method: Callable[..., Tensor] = act.__wrapped__  # type: ignore[attr-defined]
         actions = self(torch.no_grad()(method), agent.generator)

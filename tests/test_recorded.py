@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from common.errors import InputError, RunError
 from common.launch import Launch
 from common.networks import mlp
 from common.optim import Adam
-from common.recorded import CannotCompile, RecordedFunction, Recording
+from common.recorded import CannotCompile, RecordedFunction, Recording, compiler_version
 from common.replay_buffer import Batch, ReplayBuffer
 from common.tracing import CannotRecord
 
@@ -361,6 +362,25 @@ def test_long_runs_are_recorded(steps: int, form: str):
     assert Launch(args, torch.device("cuda")).form == "CUDA graphs"
 
 
+@pytest.mark.parametrize(
+    ("num_envs", "given", "is_eager"), [(15, {}, False), (16, {}, True), (16, {"compile": True}, False)]
+)
+def test_a_policy_that_many_environments_share_is_eager(num_envs: int, given: dict[str, bool], is_eager: bool):
+    """Loading its compiled code would delay the first step, unless `--compile` asks for it."""
+    launch = Launch(module("ppo").Args(num_envs=num_envs, **given), CPU)
+    assert launch.form == "recorded"
+    agent = agent_of("ppo")
+    assert (launch.policy(agent) == agent.act) == is_eager
+
+
+def test_the_version_is_of_the_compiler_that_inductor_chooses():
+    """`compiler_version` does not ask Inductor, because importing it takes long."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    output = subprocess.run([get_cpp_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    assert output.startswith(compiler_version() + "\n")
+
+
 def test_without_a_compiler_a_run_stays_eager(small: Callable[..., RunArgs], tmp_path: Path, monkeypatch: Any):
     """It says so in one line, its config.json too, and it is the eager run; a compiled run is not resumed so."""
     monkeypatch.setattr("common.launch.compiler_version", _no_compiler)
@@ -473,19 +493,19 @@ def test_what_changes_after_the_recording_ends_the_run(
     assert not (args.run_dir / "DONE").exists()
 
 
-@pytest.mark.parametrize("instruction", ["avx512_bf16", "amx_bf16", ""])
+@pytest.mark.parametrize("instruction", ["amx_bf16", "avx512_bf16", ""])
 def test_bfloat16_products_need_the_instruction(instruction: str, monkeypatch: pytest.MonkeyPatch):
     """Products have float32's precision or bfloat16's, as asked for, and a processor that would emulate is refused."""
     monkeypatch.setattr(onednn, "_CPUINFO", f"flags : avx512f {instruction} fma")
     x, y = torch.randn(256, 256), torch.randn(256, 256)
     exact = x.double() @ y.double()
     try:
-        if not instruction:
-            with pytest.raises(InputError, match="needs a processor with AVX512-BF16 or AMX"):
+        if instruction != "amx_bf16":
+            with pytest.raises(InputError, match="needs a processor with AMX"):
                 onednn.set_products("bfloat16")
             return
         onednn.set_products("bfloat16")
-        if torch.cpu._is_avx512_bf16_supported():
+        if torch.cpu._is_amx_tile_supported():
             assert 1e-3 < (x @ y - exact).abs().max() < 1.0
     finally:
         onednn.set_products("float32")
