@@ -31,7 +31,8 @@ from common.acting import acting
 from common.arguments import Fraction, NonNegative, NonNegativeInt, OnlineArgs, UnitInterval
 from common.command_line import command_line
 from common.errors import InputError
-from common.networks import HALF_LOG_2PI, mlp, orthogonal
+from common.layers import Activation
+from common.networks import HALF_LOG_2PI, MLP, mlp, orthogonal
 from common.normalize import RewardScaler, RunningNormalizer
 from common.optim import Adam
 from common.run import Result, Run, returns_result
@@ -52,8 +53,12 @@ class Args(OnlineArgs):
     # Networks
     hidden: tuple[int, ...] = (64, 64)
     """Widths of the hidden layers, for policy and value function."""
+    activation: Activation = "tanh"
+    """Activation of the hidden layers."""
     initial_std: float = 0.6
     """Initial standard deviation of the policy."""
+    orthogonal: bool = True
+    """Initialise weights orthogonally. Without it, they are uniform within ±1 / √inputs, and gains have no effect."""
     actor_gain: float = 0.01
     """Gain of the orthogonal initialisation of the policy's last layer."""
     critic_gain: float = 1.0
@@ -112,13 +117,18 @@ class Minibatch(NamedTuple):
     returns: Tensor  # λ-returns, the targets of the value function
 
 
+def network(sizes: list[int], args: Args, last_gain: float, generator: torch.Generator) -> MLP:
+    """Return a network with layers of `sizes`, initialised as asked for."""
+    net = mlp(sizes, generator, activation=args.activation)
+    return orthogonal(net, generator, last_gain) if args.orthogonal else net
+
+
 class Actor(nn.Module):
     """π(a|s) = N(μ(s), σ²) with the same σ in every state: `net` maps obs [batch, obs_dim] to μ [batch, action_dim]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        self.net = mlp([obs_dim, *args.hidden, action_dim], generator, activation="tanh")
-        orthogonal(self.net, generator, last_gain=args.actor_gain)
+        self.net = network([obs_dim, *args.hidden, action_dim], args, args.actor_gain, generator)
         self.log_std = nn.Parameter(torch.full((action_dim,), math.log(args.initial_std)))
 
     def log_prob(self, obs: Tensor, actions: Tensor) -> Tensor:
@@ -136,8 +146,7 @@ class Critic(nn.Module):
 
     def __init__(self, obs_dim: int, args: Args, generator: torch.Generator) -> None:
         super().__init__()
-        self.net = mlp([obs_dim, *args.hidden, 1], generator, activation="tanh")
-        orthogonal(self.net, generator, last_gain=args.critic_gain)
+        self.net = network([obs_dim, *args.hidden, 1], args, args.critic_gain, generator)
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.net(obs).squeeze(-1)

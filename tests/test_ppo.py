@@ -324,6 +324,26 @@ def test_truncated_episodes_bootstrap_unless_told_otherwise(small, monkeypatch: 
         assert masks[0] == (0, 0)
 
 
+def test_relu_networks_without_orthogonal_weights():
+    """RL Zoo's: hidden layers of max(0, x), all weights and biases uniform within ±1 / √inputs, no gains."""
+    agent = PPO(
+        Args(**(SMALL | {"hidden": (64, 64), "activation": "relu", "orthogonal": False})), 3, 2, torch.device("cpu")
+    )
+    obs = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+    for net in (agent.actor.net, agent.critic.net):
+        linear = [layer for layer in net if hasattr(layer, "weight")]
+        for layer in linear:
+            bound = layer.weight.shape[1] ** -0.5
+            for part in (layer.weight, layer.bias):
+                assert 0.0 < part.abs().max() <= bound
+            assert 0.5 * bound < layer.weight.std() < 0.66 * bound  # bound / √3 in expectation
+        outputs = obs.double().numpy()
+        for layer in linear:
+            outputs = outputs @ layer.weight.detach().double().numpy().T + layer.bias.detach().double().numpy()
+            outputs = outputs if layer is linear[-1] else np.maximum(outputs, 0.0)
+        np.testing.assert_allclose(net(obs).detach().numpy(), outputs, rtol=1e-5, atol=1e-6)
+
+
 def test_learns_pendulum(small):
     """From about -1 200 (random) to better than -400 in 80 000 steps."""
     args = small("ppo", hidden=(64, 64), rollout_steps=2_048, minibatch_size=64, epochs=10, num_envs=8, gamma=0.9,
