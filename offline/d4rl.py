@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InputError
+from envs.settings import is_plain
 from offline.download import download
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.hdf5 import BAD_FILE, opened, unreadable
@@ -220,7 +221,8 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
         facts = {"box": (-bound, bound), "reference": entry.reference} | facts
         facts |= {"env": ENVIRONMENTS.get(source), "untrusted_env": None}
     else:
-        facts = {"reference": reference(facts.get("env"))} | facts
+        env, kwargs = facts.get("env"), facts.get("env_kwargs")
+        facts = {"reference": None if env and kwargs and not is_plain(env, kwargs) else reference(env)} | facts
     rewards = layout.column("rewards")
     # A kitchen episode ends when all four tasks are complete. Its files do not mark that; WSRL's fork of D4RL does.
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan

@@ -28,7 +28,7 @@ from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
 from common.run_folder import has_checkpoint, is_finished, run_config, state_path
 from envs.rollout import Rollout, Transitions
-from envs.settings import is_same_variant
+from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
 from offline.rewards import IDENTITY, RewardTransform
 from offline.scores import normalized, reference
@@ -198,7 +198,8 @@ class OfflineToOnline(checkpoint.Part):
         share = self._set_batch_sizes(offline=args.batch_size, online=online_batch or args.batch_size)
         self._first_batch = (share if wait_for_full_batch else 0) if self._offline_share < 1.0 else -1
         other = dataset.env and self.env != dataset.env  # its rewards may differ
-        if between := (reference(self.env) if other else None) or dataset.reference or reference(self.env):
+        of_env = reference(self.env) if is_plain(self.env, self.settings) else None
+        if between := (of_env if other else None) or dataset.reference or of_env:
             run.score = partial(normalized, reference=between)
         self._report(run)
 

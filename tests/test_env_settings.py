@@ -22,6 +22,7 @@ from envs.make import action_box, make
 from envs.rollout import Rollout
 from envs.settings import RESERVED
 from offline.dataset import load
+from offline.write import write_dataset
 from tools.collect import Args as Collection
 from tools.collect import collect
 from tools.evaluate import Args as Evaluation
@@ -289,6 +290,22 @@ def test_collected_data_have_the_variant_of_the_policies(small: Callable[..., An
         collect(dataclasses.replace(first, output="other.hdf5", env_kwargs='{"g": 8.0}'))
 
 
+def test_policies_with_unequal_time_limits_collect_no_data_together(small: Callable[..., Any], tmp_path: Path) -> None:
+    """One file has one limit. With equal limits, episodes end at it."""
+    for name, limit in (("a", 5), ("b", 6), ("c", 5)):
+        module("sac").train(small(total_steps=60, time_limit=limit, run_dir=tmp_path / name))
+
+    def collected(*names: str) -> Collection:
+        folders = tuple(str(tmp_path / name) for name in names)
+        return Collection("".join(names) + ".hdf5", policy=folders, transitions=20, num_envs=1)
+
+    with pytest.raises(InputError, match="were trained with other arguments of Pendulum-v1"):
+        collect(collected("a", "b"))
+    collect(collected("a", "c"))
+    with h5py.File("ac.hdf5") as file:
+        assert np.flatnonzero(file["timeouts"]).tolist() == [4, 9, 14, 19]
+
+
 def test_an_action_repeat_of_one_is_a_setting(tmp_path: Path) -> None:
     """Given, it is not the same as left out: data that repeat actions are refused."""
     path = dataset(tmp_path / "a.hdf5", env_kwargs='{"action_repeat": 4}')
@@ -311,6 +328,32 @@ def test_scores_are_those_of_the_registered_environment(small: Callable[..., Any
         module("sac").train(small(env="Hopper-v4", total_steps=60, eval_episodes=1, run_dir=run_dir, **settings))
         (row,) = evaluate(Evaluation((str(run_dir),), episodes=1))
         assert (row["score"] is not None) == (name == "plain")
+
+
+def test_training_on_a_dataset_gives_a_variant_no_score(small: Callable[..., Any], tmp_path: Path) -> None:
+    """Neither of the registered environment nor of a dataset that was made in another one; its own apply."""
+    noisy = {"reset_noise_scale": 0.1}
+    for name, kwargs, own, scored in (
+        ("plain", {}, None, True),
+        ("variant", noisy, None, False),
+        ("with its own", noisy, (0.0, 5.0), True),
+    ):
+        path, rng, steps = tmp_path / f"{name}.hdf5", np.random.default_rng(1), np.arange(60)
+        write_dataset(
+            path,
+            observations=rng.normal(size=(60, 11)),
+            actions=rng.uniform(-1.0, 1.0, (60, 3)),
+            rewards=np.ones(60),
+            terminations=np.zeros(60, bool),
+            episode_ends=steps % 20 == 19,
+            env="Hopper-v4",
+            env_kwargs=kwargs,
+            ref_scores=own,
+        )
+        args = small("bc", dataset=str(path), env="", run_dir=tmp_path / name, eval_episodes=1)
+        module("bc").train(args)
+        scores = np.genfromtxt(args.run_dir / "evaluations.csv", delimiter=",", names=True)["normalized_score"]
+        assert (not np.isnan(scores).any()) == scored, name
 
 
 def test_settings_that_are_dropped_are_named(small: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -95,6 +95,9 @@ def test_the_whole_table_has_a_line_for_each_run(tmp_path: Path):
         "1 done, 1 running, 0 waiting, 1 failed",
     ]
     assert "Hopper" not in found.table()
+    waiting = Job(("algos/sac.py",), tmp_path / "sac/InvertedPendulum-v5/1", 1)
+    aligned = Sweep([waiting], [done], {"reference": runs}, [], Counter()).table(whole=True).splitlines()
+    assert aligned[0] == f"{'done     sac/Hopper-v4/1':34} step 500 of 500, return 7.0"  # runs that wait set the width
 
 
 def test_a_sweep_names_its_folder_and_ends_with_the_table(
