@@ -167,9 +167,9 @@ def recipe_at(output: str) -> dict[str, Any] | None:
     try:
         return _recipe_of_minari(output.removeprefix(MINARI)) if output.startswith(MINARI) else _recipe_of_file(output)
     except OSError as error:
-        raise InputError(f"{output} cannot be written ({error.strerror or error}): give another output") from None
+        raise InputError(f"{output} cannot be written ({error.strerror or error}): give another --output") from None
     except (KeyError, TypeError, ValueError):
-        raise InputError(f"{output} exists and was not written by this command: give another output") from None
+        raise InputError(f"{output} exists and was not written by this command: give another --output") from None
 
 
 def _recipe_of_file(output: str) -> dict[str, Any] | None:
