@@ -54,6 +54,16 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     return config
 
 
+def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's arguments without the folders of this machine.
+
+    A path is shortened to its last part, or to the last three if that part is a seed. The run's own folder is left out.
+    """
+    paths = {name: Path(str(arguments[name])) for name in ("dataset", "init_from") if arguments.get(name)}
+    short = {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
+    return {name: value for name, value in arguments.items() if name != "run_dir"} | short
+
+
 def read_evaluations(path: Path) -> list[dict[str, str]]:
     """Return a row for each episode in evaluations.csv or evaluations.csv.gz.
 

@@ -11,7 +11,7 @@ from conftest import ROOT, module
 from common.errors import InputError
 from common.policy_file import read_policy
 from tools import keep_policy, policies
-from tools.keep_policy import TO_REPORT, Args, main, returns_of
+from tools.keep_policy import TO_REPORT, Args, main, name_of, returns_of
 from tools.policies import read_trained
 
 NAMES = sorted(
@@ -31,7 +31,7 @@ def test_a_policy_returns_what_its_file_states(name: str) -> None:
     """The first five of its episodes. Another machine may round differently, which long episodes amplify."""
     trained = read_trained(name)
     facts = read_policy(trained.path).facts
-    assert f"{trained.algo}/{trained.arguments['env']}" == name
+    assert name_of(trained) == name
     assert len(facts["returns"]) == TO_REPORT[1]
     assert facts["return"] == pytest.approx(statistics.mean(facts["returns"]))
     returns = returns_of(trained, TO_REPORT[0], 5)
@@ -55,3 +55,22 @@ def test_the_best_is_kept(small: Callable[..., Any], tmp_path: Path, monkeypatch
     assert facts["returns"] == returns_of(read_trained("sac/Pendulum-v1"), 2, 4)
     with pytest.raises(InputError, match="is a policy of sac/Pendulum-v1: give runs of td3/Pendulum-v1"):
         main(Args("td3/Pendulum-v1", (str(runs[0]),)))
+
+
+def test_a_policy_of_a_dataset_has_the_datasets_name(
+    small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It acts in the dataset's environment without the dataset, and names no folder of this machine."""
+    monkeypatch.setattr(policies, "POLICIES", tmp_path / "kept")
+    monkeypatch.setattr(keep_policy, "POLICIES", tmp_path / "kept")
+    monkeypatch.setattr(keep_policy, "TO_CHOOSE", (1, 1))
+    monkeypatch.setattr(keep_policy, "TO_REPORT", (2, 3))
+    pretrained = module("iql").train(small("iql", run_dir=tmp_path / "1")).folder
+    run = module("iql").train(small("iql", init_from=pretrained, run_dir=tmp_path / "2", seed=2)).folder
+    facts = read_policy(main(Args("iql/pendulum-random", (str(pretrained), str(run))))).facts
+    assert facts["returns"] == returns_of(read_trained("iql/pendulum-random"), 2, 3)
+    assert facts["arguments"]["dataset"] == "pendulum-random.hdf5"
+    assert "run_dir" not in facts["arguments"]
+    assert str(tmp_path) not in str(facts["arguments"])
+    with pytest.raises(InputError, match="is a policy of iql/pendulum-random: give runs of iql/Pendulum-v1"):
+        main(Args("iql/Pendulum-v1", (str(run),)))

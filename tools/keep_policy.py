@@ -1,11 +1,13 @@
 """Keep the best of several runs' last policies in results/policies, where its name is enough to use it.
 
     python -m tools.keep_policy sac/Hopper-v4 runs/sac__Hopper-v4__1 runs/sac__Hopper-v4__2 runs/sac__Hopper-v4__3
+    python -m tools.keep_policy iql/hopper-medium runs/iql__hopper-medium__1 runs/iql__hopper-medium__2
 
 The best is the one with the highest mean return over 20 episodes. It is then evaluated on 100 other episodes, because
 the highest of several means is too high. The file has these returns, and what it was chosen from.
 """
 
+import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from common.errors import InputError
 from common.evaluate import evaluate
 from common.messages import print_result
 from common.policy_file import SUFFIX, names_for_acting, write_policy
+from common.run_folder import without_folders
 from common.seeding import seeds
 from envs.make import make
 from tools.evaluate import TOGETHER
@@ -32,9 +35,16 @@ TO_CHOOSE, TO_REPORT = (1_000_001, 20), (1_000_002, 100)  # seed and number of e
 @dataclass(frozen=True)
 class Args:
     name: Annotated[str, tyro.conf.Positional]
-    """Name of the policy: <algorithm>/<environment>."""
+    """Name of the policy: <algorithm>/<environment or dataset>."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Runs of the same algorithm and environment, or policy files."""
+    """Runs of the same algorithm and environment or dataset, or policy files."""
+
+
+def name_of(run: Trained) -> str:
+    """Return <algorithm>/<environment or dataset>, as in the name of a run folder."""
+    dataset = Path(run.arguments.get("dataset") or "")
+    task = dataset.stem if dataset.suffix in (".hdf5", ".h5") else run.arguments.get("dataset") or run.arguments["env"]
+    return f"{run.algo}/{re.sub('[^A-Za-z0-9_.-]+', '_', task)}"
 
 
 def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
@@ -52,11 +62,11 @@ def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
 
 
 def main(args: Args) -> Path:
-    """Write the policy and return its file. Raise InputError if the runs are of another algorithm or environment."""
+    """Write the policy and return its file. Raise InputError if the runs are of another algorithm or task."""
     torch.set_num_threads(1)
     runs = [read_trained(source) for source in args.runs]
     for run in runs:
-        if (made := f"{run.algo}/{run.arguments['env']}") != args.name:
+        if (made := name_of(run)) != args.name:
             raise InputError(f"{run.path} is a policy of {made}: give runs of {args.name}")
     means = [statistics.mean(returns_of(run, *TO_CHOOSE)) for run in runs]
     best = runs[means.index(max(means))]
@@ -67,7 +77,7 @@ def main(args: Args) -> Path:
     agent = load_agent(best, obs.shape[1], flatdim(env.action_space), best.arguments["seed"])
     chosen_from = [[run.arguments["seed"], mean] for run, mean in zip(runs, means, strict=True)]
     mean = statistics.mean(returns)
-    facts = {"algo": best.algo, "arguments": best.arguments | {"run_dir": None}, "obs_dim": obs.shape[1],
+    facts = {"algo": best.algo, "arguments": without_folders(best.arguments), "obs_dim": obs.shape[1],
              "step": best.facts["step"], "return": mean, "returns": returns, "chosen_from": chosen_from}  # fmt: skip
     path = POLICIES / f"{args.name}{SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)

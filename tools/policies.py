@@ -39,7 +39,7 @@ from envs.settings import settings_in
 from offline.environments import environment_of
 from tools.waypoints import NOISE, Waypoints
 
-POLICIES = Path(__file__).resolve().parents[1] / "results" / "policies"  # <algorithm>/<environment>.safetensors
+POLICIES = Path(__file__).resolve().parents[1] / "results" / "policies"  # <algorithm>/<task>.safetensors
 Array = NDArray[Any]
 Layer = tuple[Tensor, Tensor]  # weight [out, in], bias [out]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

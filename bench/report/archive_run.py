@@ -20,9 +20,8 @@ import tyro
 from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
-from common.run_folder import CONFIG, EVALUATIONS, METRICS, read_config, read_evaluations
+from common.run_folder import CONFIG, EVALUATIONS, METRICS, read_config, read_evaluations, without_folders
 
-PATHS = ("dataset", "run_dir", "init_from")
 KEPT_EVALUATIONS = f"{EVALUATIONS}.gz"
 
 
@@ -39,17 +38,13 @@ class Kept(NamedTuple):
 def keep(run: Path, kept: Path) -> None:
     """Write the files that the report needs of `run` to `kept`.
 
-    A path is shortened to its last part, or to the last three if that part is a seed. The run's own folder is left out.
-    Of metrics.csv only the run's time stays. If both folders are the same, evaluations.csv is deleted after it is
-    compressed. Raise InputError if config.json is not a run's.
+    The arguments lose the folders of this machine. Of metrics.csv only the run's time stays. If both folders are the
+    same, evaluations.csv is deleted after it is compressed. Raise InputError if config.json is not a run's.
     """
     config = read_config(run, "does not hold a run's arguments: give a run folder")
-    arguments = config["arguments"]
-    paths = {name: Path(str(arguments[name])) for name in PATHS if arguments.get(name)}
-    arguments |= {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
-    arguments.pop("run_dir", None)
+    config["arguments"] = without_folders(config["arguments"])
     if (run / METRICS).exists():
-        config["time"] = time_taken(run / METRICS, -arguments.get("offline_steps", 0))
+        config["time"] = time_taken(run / METRICS, -config["arguments"].get("offline_steps", 0))
     kept.mkdir(parents=True, exist_ok=True)
     for name, data in (
         (CONFIG, (json.dumps(config, indent=2) + "\n").encode()),

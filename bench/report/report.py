@@ -171,7 +171,8 @@ def policies_table() -> Table:
         name = path.relative_to(RESULTS / "policies").with_suffix("")
         chosen_from = ", ".join(f"{mean:,.0f}" for _, mean in facts["chosen_from"])
         seed, products = (str(facts["arguments"][key]) for key in ("seed", "products"))
-        table.rows.append([f"`{name}`", f"{facts['step']:,}", spread(facts["returns"]), seed, chosen_from, products])
+        steps = f"{facts['step']:,}" if facts["step"] else f"{facts['arguments']['offline_steps']:,} updates"
+        table.rows.append([f"`{name}`", steps, spread(facts["returns"]), seed, chosen_from, products])
     return table
 
 
