@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.acting import acting
@@ -133,7 +132,7 @@ class Actor(nn.Module):
 
     def forward(self, obs: Tensor) -> TanhGaussian:
         mean, log_std = self.net(obs).chunk(2, dim=-1)
-        return TanhGaussian(mean, F.hardtanh(log_std, -20.0, 2.0))  # a clamp whose gradient is one operation
+        return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
 
 
 class CQL:

@@ -179,18 +179,17 @@ class PPO:
         ratio = (self.actor.log_prob(batch.obs, batch.actions) - batch.log_probs).exp()
         advantages = batch.advantages
         if self.args.normalize_advantages:
-            advantages = F.layer_norm(advantages, advantages.shape, eps=1e-8)
-        # clip(ρ, 1 - ε, 1 + ε) Â is Â + ε |Â| wherever it is below ρ Â. This saves a clamp, forward and backward.
-        bound = advantages.add(advantages.abs(), alpha=self.args.clip)
-        return -torch.minimum(advantages * ratio, bound).mean()
+            advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+        clipped = ratio.clamp(1.0 - self.args.clip, 1.0 + self.args.clip)
+        return -torch.min(ratio * advantages, clipped * advantages).mean()
 
     def value_loss(self, batch: Minibatch) -> Tensor:
         """Return the squared error of V against the λ-return (eq. 9), or the larger of it and the clipped V's."""
         returns, values = batch.returns, self.critic(batch.obs)
         if not self.args.value_clip:
             return F.mse_loss(values, returns)
-        clipped = batch.values + F.hardtanh(values - batch.values, -self.args.clip, self.args.clip)
-        return torch.maximum((values - returns).square(), (clipped - returns).square()).mean()
+        clipped = batch.values + (values - batch.values).clamp(-self.args.clip, self.args.clip)
+        return torch.max((values - returns).square(), (clipped - returns).square()).mean()
 
     def step(self, batch: Minibatch) -> Metrics:
         """Take one gradient step on the sum of the losses (eq. 9)."""

@@ -23,7 +23,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.acting import acting
@@ -86,7 +85,7 @@ class Actor(nn.Module):
 
     def forward(self, obs: Tensor) -> TanhGaussian:
         mean, log_std = self.net(obs).chunk(2, dim=-1)
-        return TanhGaussian(mean, F.hardtanh(log_std, -20.0, 2.0))  # a clamp whose gradient is one operation
+        return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
 
 
 class SAC:
