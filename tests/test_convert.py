@@ -101,7 +101,7 @@ def test_ogbench(form: str, output: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_ogbench_without_rewards_is_refused_with_the_cure() -> None:
     np.savez("raw.npz", observations=OBS, actions=ACTIONS, terminals=ENDS, qpos=OBS)
-    with pytest.raises(InputError, match=r"has no rewards: .* for one task\nsave what its loader returns"):
+    with pytest.raises(InputError, match=r"has no rewards, .* for one task\ngive the task as --env"):
         converted(Path("raw.npz"))
 
 

@@ -13,21 +13,22 @@ interrupted one, at most ten episodes for each process are lost, and it does not
 Source: Park et al. 2025, "OGBench", arXiv 2410.20092, appendix on datasets, and the settings of its repository (MIT).
 """
 
-import functools
-import importlib
+import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import tyro
 from filelock import FileLock, Timeout
@@ -40,46 +41,14 @@ from common.messages import log
 from common.provenance import commit, versions
 from common.seeding import seeds
 from envs import ogbench as environments
+from envs.ogbench import DATASETS
 from offline import ogbench
-from offline.arrays import Array
+from offline.npz import Archive
+from tools.inspect_dataset import facts
+from tools.ogbench_oracles import Rows, Task, make_episode
 
 SHARD = 10  # episodes in one file of an unfinished dataset
-MAX_ATTEMPTS = 100  # at a healthy episode
-NOISE = 0.1  # of the manipulation oracles
-# Chance that the next cube goes onto another one: each episode draws it from this range.
-STACKING = {
-    "double": (0.0, 0.25),
-    "triple": (0.05, 0.35),
-    "quadruple": (0.1, 0.5),
-    "octuple": (0.0, 0.35),
-}
-
-
-# Scale of the noise in the five actions of "noisy": the position, the angle and the gripper.
-NOISE_SCALES = np.array([1, 1, 1, 3, 10])
 SOURCE = "made here by OGBench's scripted oracles: another sample from the same generator, not the published file"
-TYPES = {
-    "observations": np.float32,
-    "actions": np.float32,
-    "terminals": bool,
-    "qpos": np.float32,
-    "qvel": np.float32,
-    "button_states": np.int64,
-}
-Info = dict[str, Any]
-Rows = dict[str, Array]
-
-
-class Task(NamedTuple):
-    """One of OGBench's datasets: "scene-play" has the environment "scene" and the behaviour "play"."""
-
-    env: str
-    behaviour: str
-
-    @property
-    def steps(self) -> int:
-        """Steps of an episode: its transitions, and one more that gives the last observation."""
-        return 2001 if "giant" in self.env else 1001
 
 
 @dataclass
@@ -94,151 +63,17 @@ class Args:
     """Number of processes, with one thread each."""
     seed: int = 0
     """Random seed."""
+    described: Path = Path(__file__).resolve().parents[1] / "results" / "datasets"
+    """Folder of the descriptions, besides the one next to the data."""
 
 
 def parsed(name: str) -> Task:
     """Return the task of a dataset's name. Raises InputError if it cannot be made here."""
-    environments.register(name)
+    makes = [each for each in DATASETS if re.search("play|noisy|pointmaze.*navigate", each)]
+    if name.removesuffix("-v0") not in makes:
+        raise InputError(f"{name} cannot be made here: choose from {', '.join(makes)}")
     env, _, behaviour = name.removesuffix("-v0").rpartition("-")
-    if f"{env}-v0" in gym.registry and not env.startswith("visual"):
-        if env.startswith(("cube", "scene", "puzzle")) and behaviour in ("play", "noisy"):
-            return Task(env, behaviour)
-        if env.startswith("pointmaze") and behaviour == "navigate":
-            return Task(env, behaviour)
-    raise InputError(
-        f"{name} cannot be made here: give cube-, scene- or puzzle- names that end in -play or -noisy, or "
-        "pointmaze-<size>-navigate (docs/ogbench.md lists them)"
-    )
-
-
-# The oracles and mazes of the package draw from NumPy's global generator. So does this file, in the same order as the
-# authors' programs: the same seed then gives the same rows.
-# ruff: noqa: NPY002
-
-
-class Manipulator:
-    """Records episodes of a scripted arm, which gets a new subtask whenever it has finished one.
-
-    "play" follows plans between keyframes, with smooth noise. "noisy" reacts to the state, with Gaussian noise of a
-    level that each episode draws, and some actions that are uniformly random.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.env: Any = gym.make(
-            f"{task.env}-v0", mode="data_collection", terminate_at_goal=False, max_episode_steps=task.steps
-        )
-        self.noisy, (self.kind, _, self.size) = task.behaviour == "noisy", task.env.partition("-")
-        subtasks = {"scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",), "cube": ("cube",)}
-        self.oracles = {subtask: self._oracle(subtask) for subtask in subtasks[self.kind]}
-        self.random_actions = (0.2 if self.kind == "puzzle" else 0.1) if self.noisy else 0.0
-
-    def _oracle(self, subtask: str) -> Any:
-        style = "markov" if self.noisy else "plan"
-        module = importlib.import_module(f"ogbench.manipspace.oracles.{style}.{subtask}_{style}")
-        settings: dict[str, Any] = {"min_norm": 0.4} if self.noisy else {"noise": NOISE, "noise_smoothing": 0.5}
-        if self.kind == "puzzle":
-            settings["gripper_always_closed"] = True
-        return getattr(module, f"{subtask.title()}{style.title()}Oracle")(env=self.env, **settings)
-
-    def episode(self) -> Rows:
-        for _ in range(MAX_ATTEMPTS):
-            rows = self._attempt()
-            if self.kind != "scene" or is_in_reach(rows["qpos"][:, 14:17]):
-                return rows
-        raise RuntimeError(f"the cube left the arm's reach in {MAX_ATTEMPTS} episodes")
-
-    def _attempt(self) -> Rows:
-        obs, info = self.env.reset()
-        stacking = np.random.uniform(*STACKING[self.size]) if self.size in STACKING else 0.5
-        level = np.random.uniform(0, NOISE) if self.noisy else 0.0
-        oracle = self.oracles[info["privileged/target_task"]]
-        oracle.reset(obs, info)
-
-        def act(obs: Array, info: Info) -> Array:
-            if np.random.rand() < self.random_actions:
-                return np.random.uniform(-1, 1, 5)
-            action = np.array(oracle.select_action(obs, info))
-            return action + np.random.normal(0, NOISE_SCALES * level) if self.noisy else action
-
-        def retarget(_: Info) -> None:
-            nonlocal oracle
-            if oracle.done:
-                obs, info = self.env.unwrapped.set_new_target(p_stack=stacking)
-                oracle = self.oracles[info["privileged/target_task"]]
-                oracle.reset(obs, info)
-
-        return recorded(self.env, obs, info, act, retarget)
-
-
-class PointNavigator:
-    """Records episodes of a point that follows the shortest way, with Gaussian noise, from one goal to the next."""
-
-    def __init__(self, task: Task) -> None:
-        self.env: Any = gym.make(f"{task.env}-v0", terminate_at_goal=False, max_episode_steps=task.steps)
-        self.free, self.goals = cells(self.env.get_wrapper_attr("maze_map"))
-
-    def episode(self) -> Rows:
-        maze: Any = self.env.unwrapped
-        start, goal = (choices[np.random.randint(len(choices))] for choices in (self.free, self.goals))
-        obs, info = self.env.reset(options={"task_info": {"init_ij": start, "goal_ij": goal}})
-
-        def act(_: Array, __: Info) -> Array:
-            way: Array = maze.get_oracle_subgoal(maze.get_xy(), maze.cur_goal_xy)[0] - maze.get_xy()
-            way /= np.linalg.norm(way) + 1e-6
-            return way + np.random.normal(0, 0.5, 2)
-
-        def retarget(info: Info) -> None:
-            if info["success"]:
-                maze.set_goal(self.goals[np.random.randint(len(self.goals))])
-
-        return recorded(self.env, obs, info, act, retarget)
-
-
-def is_in_reach(xyz: Array) -> bool:
-    """Return whether a cube's positions [steps, 3] stay in sight: outside are the right edge, and left of the drawer.
-
-    On the left, only a cube that lies in the drawer is in sight.
-    """
-    y, z = xyz[:, 1], xyz[:, 2]
-    in_drawer = (z >= 0.06) & (z <= 0.08)
-    return bool((y < 0.29).all() and ((y > -0.3) | in_drawer).all())
-
-
-def cells(maze: Array) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return a maze's free cells, and those that are goals: all but the ones inside a straight corridor."""
-    free = [(int(i), int(j)) for i, j in np.argwhere(maze == 0)]
-    corridors = ([0, 0, 1, 1], [1, 1, 0, 0])  # walls above, below, left and right
-    around = {
-        (i, j): [int(maze[i - 1, j]), int(maze[i + 1, j]), int(maze[i, j - 1]), int(maze[i, j + 1])] for i, j in free
-    }
-    return free, [cell for cell in free if around[cell] not in corridors]
-
-
-def recorded(
-    env: Any, obs: Array, info: Info, act: Callable[[Array, Info], Array], after: Callable[[Info], None]
-) -> Rows:
-    """Return the rows of an episode in the files' form. The last row holds the last observation.
-
-    `act` returns an action for an observation and its `info`. `after` is called after each step.
-    """
-    rows: dict[str, list[Any]] = {key: [] for key in TYPES}
-    while not rows["terminals"] or not rows["terminals"][-1]:
-        action = np.clip(act(obs, info), -1, 1)
-        following, _, termination, truncation, info = env.step(action)
-        after(info)
-        row = {"observations": obs, "actions": action, "terminals": termination or truncation}
-        for key, value in (row | {key: info.get(f"prev_{key}") for key in ("qpos", "qvel", "button_states")}).items():
-            rows[key].append(value)
-        obs = following
-    return {key: np.array(rows[key], kind) for key, kind in TYPES.items() if rows[key][0] is not None}
-
-
-@functools.cache
-def recorder(task: Task) -> Manipulator | PointNavigator:
-    """Return what records this process's episodes: compiling an environment takes a second."""
-    environments.register(task.env)
-    with environments.quiet():
-        return PointNavigator(task) if task.env.startswith("pointmaze") else Manipulator(task)
+    return Task(env, behaviour)
 
 
 class Shard(NamedTuple):
@@ -262,30 +97,8 @@ def write_shard(shard: Shard) -> int:
     """
     if not shard.path.exists():
         episodes = [make_episode(shard.task, seed) for seed in shard.seeds]
-        with replacing(shard.path) as file:
-            np.savez(file, **joined(episodes))  # type: ignore[arg-type]
+        save(shard.path, joined(episodes))
     return len(shard.seeds)
-
-
-def make_episode(task: Task, seed: int) -> Rows:
-    """Return the rows of the episode with this seed. Raises RunError if its oracle fails."""
-    try:
-        with environments.quiet():
-            source = recorder(task)
-            source.env.reset(seed=seed)
-            np.random.seed(seed)
-            rows = source.episode()
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
-        raise RunError(
-            f"the oracle of {task.env}-{task.behaviour} failed in the episode of seed {seed}: {reason}\n"
-            "install the pinned versions (docs/ogbench.md), or give another --seed"
-        ) from error
-    if bad := [key for key, values in rows.items() if not np.isfinite(values).all()]:
-        raise RunError(
-            f"{task.env}-{task.behaviour}: the episode of seed {seed} has {', '.join(bad)} that are not finite"
-        )
-    return rows
 
 
 def joined(parts: list[Rows]) -> Rows:
@@ -303,35 +116,76 @@ def shards(task: Task, args: Args, folder: Path) -> list[Shard]:
 
 
 def make(task: Task, args: Args) -> None:
-    """Write the training and the validation file of a task, and a note on how they were made."""
+    """Write the training and the validation file of a task, with a description, unless they are there."""
     name = f"{task.env}-{task.behaviour}-v0"
     paths = {"train": args.folder / f"{name}.npz", "val": args.folder / f"{name}-val.npz"}
-    recipe = {"task": f"{task.env}-{task.behaviour}", "transitions": args.transitions, "seed": args.seed}
-    note = args.folder / f"{name}.json"
-    if note.exists() and json.loads(note.read_text())["arguments"] == recipe and all(map(Path.exists, paths.values())):
+    note, arguments = args.folder / f"{name}.json", {"transitions": args.transitions, "seed": args.seed}
+    before = json.loads(note.read_text()) if note.exists() else {}
+    same = all(before.get("arguments", {}).get(key) == value for key, value in arguments.items())
+    if not same and (existing := next((path for path in paths.values() if path.exists()), None)):
+        made = "was made with other arguments" if before else "was not made by this command"
+        raise InputError(f"{existing} exists and {made}: give another --folder")
+    if not all(map(Path.exists, paths.values())):
+        before = {"arguments": arguments, "source": SOURCE, "versions": versions(), "commit": commit()}
+        before["versions"] |= {package: version(package) for package in ("ogbench", "dm-control")}
+        _make_files(name, task, args, paths, lambda: write_json(note, before))
+    if "transitions" in before:
         return log.info(f"{paths['train']} was already made by the same command")
-    if existing := [str(path) for path in (note, *paths.values()) if path.exists() and not note.exists()]:
-        raise InputError(f"{existing[0]} exists and is not this command's: give another --folder")
-    if note.exists() and all(map(Path.exists, paths.values())):
-        raise InputError(f"{paths['train']} was made with other arguments: give another --folder")
+    before |= description(task, paths["train"])
+    write_json(note, before)
+    kept = args.described / note.name
+    if not kept.exists():
+        write_json(kept, before)
+    elif json.loads(kept.read_text())["fingerprint"] != before["fingerprint"]:
+        log.info(f"{paths['train']} differs from the dataset of the published results: its description is in {note}")
+    return log.info(f"{before['transitions']:,} transitions are in {paths['train']}")
+
+
+def _make_files(name: str, task: Task, args: Args, paths: dict[str, Path], write_note: Callable[[], None]) -> None:
     folder = args.folder / f"{name}.seed{args.seed}.parts"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
             parts = shards(task, args, folder)
             generate(name, parts, args.jobs)
-            statement = {"arguments": recipe, "source": SOURCE, "versions": versions(), "commit": commit()}
-            with replacing(note) as file:
-                file.write((json.dumps(statement, indent=1) + "\n").encode())
+            write_note()
             for split, path in paths.items():
-                with replacing(path) as file:
-                    rows = joined([dict(np.load(part.path)) for part in parts if part.split == split])
-                    np.savez_compressed(file, **rows)  # type: ignore[arg-type]
+                archives = [Archive(part.path) for part in parts if part.split == split]
+                save(path, joined([{key: archive[key] for key in archive.keys} for archive in archives]))
     except Timeout:
         raise InputError(f"another command is making {paths['train']}: wait for it") from None
     shutil.rmtree(folder)
-    log.info(f"{args.transitions:,} transitions are in {paths['train']}")
-    return None
+
+
+def description(task: Task, path: Path) -> dict[str, Any]:
+    """Return facts of a dataset: those of its default task, and how many states each task counts as solved."""
+    prefix = f"{task.env}-{task.behaviour}-singletask"
+    recording = ogbench.read(f"{prefix}-v0", path)
+    fingerprint = 0
+    for block in recording.blocks():
+        for part in block:
+            fingerprint = zlib.crc32(np.ascontiguousarray(part, np.float32).data, fingerprint)
+    solved = {}
+    for number in range(1, 6):
+        masks = ogbench.relabelled(Archive(path), ogbench.goal_of(f"{task.env}-singletask-task{number}-v0"))[1]
+        solved[f"task{number}"] = int((masks == 0).sum())
+    found = facts(recording)
+    del found["columns"]
+    return found | {"id": path.name, "solved rows": solved, "fingerprint": f"{fingerprint:08x}"}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def save(path: Path, rows: Rows) -> None:
+    """Write an .npz file in one step. Raises OSError if the disk is full."""
+    data = io.BytesIO()  # in memory first: on a full disk, zipfile raises errors of its own
+    np.savez_compressed(data, **rows)  # type: ignore[arg-type]
+    with replacing(path) as file:
+        file.write(data.getbuffer())
 
 
 def generate(name: str, parts: list[Shard], jobs: int) -> None:
@@ -364,7 +218,9 @@ def end_with_parent() -> None:
 def main(args: Args) -> None:
     if args.transitions < 1 or args.jobs < 1:
         raise InputError("--transitions and --jobs: give whole numbers from 1 up")
-    for task in [parsed(name) for name in args.tasks]:
+    tasks = [parsed(name) for name in args.tasks]
+    environments.register(args.tasks[0])
+    for task in tasks:
         make(task, args)
 
 
