@@ -79,7 +79,7 @@ def register(name: str) -> None:
         with quiet():  # the arm's modules import dm_control, which looks for a display
             importlib.import_module("ogbench.manipspace.envs.manipspace_env" if arm else "ogbench")
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in ("ogbench", "dm_control"):
+        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(("ogbench", "dm_control")):
             raise InputError(f"{name} needs OGBench's package, which is not installed: {INSTALL}") from None
         reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise InputError(f"{name} needs OGBench's package, which fails: {reason}\nget its pins: {INSTALL}") from error

@@ -143,8 +143,8 @@ def make(task: Task, args: Args) -> None:
 
 def _make_files(name: str, task: Task, args: Args, paths: dict[str, Path], write_note: Callable[[], None]) -> None:
     folder = args.folder / f"{name}.seed{args.seed}.parts"
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock", timeout=0):
             parts = shards(task, args, folder)
             generate(name, parts, args.jobs)
@@ -154,6 +154,8 @@ def _make_files(name: str, task: Task, args: Args, paths: dict[str, Path], write
                 save(path, joined([{key: archive[key] for key in archive.keys} for archive in archives]))
     except Timeout:
         raise InputError(f"another command is making {paths['train']}: wait for it") from None
+    except (PermissionError, NotADirectoryError) as error:
+        raise InputError(f"{args.folder} cannot be written ({error.strerror}): give another --folder") from None
     shutil.rmtree(folder)
 
 
