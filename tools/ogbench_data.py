@@ -3,9 +3,9 @@
     make ogbench TASKS="scene-play puzzle-3x3-play cube-single-play" TRANSITIONS=1000000
     python -m tools.ogbench_data pointmaze-medium-navigate --transitions 100000 --jobs 4
 
-The published files were made by the same oracles and rules, with random numbers that nobody recorded. Results on data
-made here must say so. Files have the package's names and arrays, and `--dataset` finds them. A tenth as many episodes
-again are for validation.
+The published files were made by the same oracles and rules, with unrecorded random numbers. State this with results on
+data made here. Files have the package's names and arrays, and `--dataset` finds them. Validation data have a tenth as
+many episodes.
 
 Each episode has a seed of its own, so the number of processes does not change the data. The same command resumes an
 interrupted one, at most ten episodes for each process are lost, and it does nothing if its result exists.
