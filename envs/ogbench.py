@@ -116,7 +116,7 @@ class Reproducible(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         if seed is not None:
-            self._generator = np.random.default_rng(seed)
+            self._generator = np.random.default_rng((seed, 1))  # another stream than the environment has
         with self._seeded():
             return self.env.reset(seed=seed, options=options)
 

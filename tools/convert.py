@@ -1,6 +1,6 @@
 """Convert a file of another project into a dataset that `--dataset` takes. Nothing is ever unpickled.
 
-    python -m tools.convert cube-single.npz --output data/cube-single.hdf5
+    python -m tools.convert cube.npz --env cube-single-singletask-task2-v0 --output data/cube.hdf5
     python -m tools.convert expert_hopper.npz --env Hopper-v4 --output data/hopper-expert.hdf5
     python -m tools.convert low_dim.hdf5 --obs-keys robot0_eef_pos object --output minari:robomimic/lift-v0
 
