@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets binary d4rl d3rlpy libraries
+.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets ogbench binary d4rl d3rlpy libraries
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -67,6 +67,9 @@ d3rlpy: setup $(VENV)-d3rlpy/installed ## train d3rlpy's IQL or CQL with onramp'
 datasets: setup ## make onramp's own datasets, and describe them in results/datasets
 	$(BIN)/python tools/datasets.py $(ARGS)
 
+ogbench: setup $(VENV)/ogbench ## make OGBench datasets with its oracles (TASKS="scene-play cube-single-play" TRANSITIONS=1000000)
+	$(BIN)/python -m tools.ogbench_data $(TASKS) $(if $(TRANSITIONS),--transitions $(TRANSITIONS)) $(ARGS)
+
 binary: setup ## make the datasets of Adroit's binary tasks (see tools/adroit_binary.py)
 	$(BIN)/python tools/adroit_binary.py $(ARGS)
 
@@ -76,7 +79,7 @@ d4rl: setup $(VENV)-d4rl/installed ## check that our D4RL reader equals D4RL's o
 libraries: setup $(VENV)-libraries/installed ## check that Minari, d3rlpy and TorchRL read what collect writes
 	$(BIN)/python bench/checks/compare_libraries.py $(ARGS)
 
-$(VENV)/video $(VENV)/export: $(VENV)/installed
+$(VENV)/video $(VENV)/export $(VENV)/ogbench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(notdir $@)]'
 	@touch $@
 

@@ -43,8 +43,8 @@ class Logger:
         `state` is what `state()` returned at the checkpoint from which the run resumes, or None for a new run.
         """
         self.folder, self.first_step, self.wandb_run = folder, span[0], wandb_run
-        # Normalises returns, if reference scores are known.
-        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None
+        # Gives evaluation episodes their normalised scores, if these are known.
+        self.score: Callable[[list[Episode]], NDArray[np.float64]] | None = None
         sizes = state["sizes"] if state else {}
         self._metrics = _AppendedFile(folder / METRICS_FILE, sizes)
         self._evaluations = _AppendedFile(folder / EVALUATIONS, sizes)
@@ -91,7 +91,7 @@ class Logger:
         if not episodes:
             return
         returns = np.array([episode.return_ for episode in episodes])
-        scores = self.score(returns) if self.score else None
+        scores = self.score(episodes) if self.score else None
         rows = [
             (self.step, i, e.return_, e.length, "" if e.success is None else int(e.success),
              "" if scores is None else float(scores[i]))

@@ -107,7 +107,7 @@ class Run:
             log.info(f"preset {args.preset}: {', '.join(used)}")
         self.first_step, self.last_step = args.span
         self.timings = Timings()
-        self.score: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None  # normalises returns
+        self.score: Callable[[list[Episode]], NDArray[np.float64]] | None = None  # of evaluation episodes
         # The moments of a dead unit's weights shrink into denormal numbers, on which a CPU is a hundred times slower.
         # That may take half of a run of 200,000 steps. Threads made later inherit this setting.
         torch.set_flush_denormal(True)

@@ -22,6 +22,7 @@ from gymnasium.wrappers import FlattenObservation, RescaleAction
 from common.errors import InputError, RunError, require_finite_actions
 from common.messages import log
 from common.seeding import seeds
+from envs import ogbench
 from envs.state import Env, ExactState
 from envs.vector import Array, AsyncEnvs, EnvPool
 
@@ -213,6 +214,8 @@ def _cure(name: str, kwargs: dict[str, Any]) -> str:
     if kwargs:
         text = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         return f"Check the arguments of its constructor: {text[:200]}"
+    if ogbench.is_task(name):
+        return f"Get the versions known to work: {ogbench.INSTALL}"
     if ":" in name:
         return "Its own code failed: correct its constructor."
     return _alike(name) or "`pip install -r requirements.txt` brings the versions known to work."
@@ -271,12 +274,14 @@ def find(env_id: str) -> gym.envs.registration.EnvSpec:
                 f"The module of {env_id} does not import. {type(error).__name__}: {error}\n"
                 "Install it, run the command in its folder, or add its folder to PYTHONPATH."
             ) from error
-    if name not in gym.registry:
+    if ogbench.is_task(name):
+        ogbench.register(name)
+    elif name not in gym.registry:
         register_robotics(name)
-    if name in gym.registry:
+    if name in gym.registry and (module or ogbench.is_task(name) or not ogbench.hint(name)):
         _print_notice(name)
         return gym.registry[name]
-    hint = _alike(name) or "Give an environment of your own as module:Name-v0."
+    hint = ogbench.hint(name) or _alike(name) or "Give an environment of your own as module:Name-v0."
     if module:
         file, own = getattr(sys.modules[module], "__file__", None) or module, f"{module.replace('.', '/')}.py"
         if os.path.exists(own) and not os.path.samefile(own, file):

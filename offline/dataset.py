@@ -21,7 +21,8 @@ from common.errors import InputError, RunError
 from common.memory import free_address_space, free_memory, report_out_of_memory
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch, ReplayBuffer, pack
-from offline import d4rl, minari
+from envs.ogbench import hint
+from offline import d4rl, minari, ogbench
 from offline.recording import (
     Array,
     Episodes,
@@ -69,6 +70,8 @@ class Dataset(Episodes):
     def return_to_go(self, gamma: float, failure: float | None = None) -> NDArray[np.float32]:
         """Return the discounted sum of the scaled rewards from each transition to its episode's end: [n].
 
+        A termination ends the sum, also one inside an episode (OGBench).
+
         `failure`: in sparse-reward tasks, the scaled reward of a step without success. An episode with no other rewards
         is assumed to fail forever: each of its steps gets failure / (1 - gamma). Raises InputError if gamma is 1 then.
 
@@ -76,7 +79,7 @@ class Dataset(Episodes):
         success. Here an episode that is cut while it fails, after a success, is also assumed to fail forever. With a
         finite sum, a failing state would be worth more the nearer the time limit is.
         """
-        rewards = self.column("rewards").astype(np.float64)
+        rewards, going_on = self.column("rewards").astype(np.float64), 1.0 - self.column("terminations")
         if failure is not None and gamma == 1.0:
             raise InputError("--gamma is 1: returns-to-go of endless failure need a smaller one")
         to_go = np.empty_like(rewards)
@@ -90,8 +93,8 @@ class Dataset(Episodes):
         following = following[longest_first]
         for steps in range(1, int(lengths[0]) + 1):  # for all episodes at once, from their ends
             episodes = int(np.searchsorted(-lengths, -steps, side="right"))
-            following = rewards[ends[:episodes] - steps] + gamma * following[:episodes]
-            to_go[ends[:episodes] - steps] = following
+            rows = ends[:episodes] - steps
+            to_go[rows] = following = rewards[rows] + gamma * going_on[rows] * following[:episodes]
         if failure is not None:
             failed = np.logical_and.reduceat(np.isclose(rewards, failure), self.starts)
             failed &= np.isnan(self.dropped_final_rewards) | np.isclose(self.dropped_final_rewards, failure)
@@ -178,7 +181,7 @@ class WeightedSampler:
 
 
 def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:
-    """Read a D4RL id, the path of a file in D4RL's layout, or a Minari id.
+    """Read a D4RL id, the path of a file in D4RL's layout, an OGBench id, or a Minari id.
 
     `compat`: convert it exactly as D4RL's `qlearning_dataset` does. `horizon`: the time limit of a file that marks
     none. Both are for D4RL's files only.
@@ -188,10 +191,16 @@ def read(source: str | Path, compat: bool = False, horizon: int | None = None) -
     source = str(source).removeprefix("minari:")  # as an output of `offline.write`
     if source in d4rl.IDS or source.endswith((".hdf5", ".h5")) or Path(source).is_file():
         return d4rl.read(source, compat, horizon)
-    if minari.is_id(source):
-        if compat or horizon is not None:
-            raise InputError(f"--d4rl-compat and --horizon are for D4RL's files: {source} is Minari's")
-        return minari.read(source)
+    for other, is_id, read_id in (
+        ("OGBench", ogbench.IDS.__contains__, ogbench.read),
+        ("Minari", minari.is_id, minari.read),
+    ):
+        if is_id(source):
+            if compat or horizon is not None:
+                raise InputError(f"--d4rl-compat and --horizon are for D4RL's files: {source} is {other}'s")
+            return read_id(source)
+    if named := hint(source):
+        raise InputError(f"there is no dataset {source}. {named}")
     raise InputError(f"there is no dataset {source}{nearest(source, [*d4rl.IDS, *minari.known()])}")
 
 

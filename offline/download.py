@@ -42,11 +42,12 @@ def require_connection(url: str) -> None:
     return None
 
 
-def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
+def download(url: str, path: Path, check: Callable[[Path], object], variable: str = "D4RL_DATASET_DIR") -> None:
     """Download `url` to `path`, which appears only once it is whole: it has the promised size and passed `check`.
 
     What was received is kept in `path`.part. The next call resumes from there if the server still has the same file.
-    `check` gets the path of the received file and raises InputError if its content is wrong.
+    `check` gets the path of the received file and raises InputError if its content is wrong. `variable` selects the
+    folder, for messages.
 
     Raises InputError if the file cannot be downloaded, RunError if the disk is full or the connection is cut.
     """
@@ -67,7 +68,7 @@ def download(url: str, path: Path, check: Callable[[Path], object]) -> None:
             f"get the file by other means and put it at {path}"
         ) from None
     except PermissionError as error:
-        raise InputError(f"{path.parent} cannot be written ({error.strerror}): set D4RL_DATASET_DIR") from None
+        raise InputError(f"{path.parent} cannot be written ({error.strerror}): set {variable}") from None
 
 
 def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path], object]) -> None:

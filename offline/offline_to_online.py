@@ -11,7 +11,6 @@ what is sampled after the switch:
 import itertools
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -27,11 +26,12 @@ from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
 from common.run_folder import has_checkpoint, is_finished, run_config, state_path
+from envs.ogbench import is_task
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
 from offline.rewards import IDENTITY, RewardTransform
-from offline.scores import normalized, reference
+from offline.scores import reference, scorer
 
 Array = NDArray[np.float32]
 
@@ -52,7 +52,7 @@ class OfflineArgs(OffPolicyArgs):
 
     # From data to online
     dataset: str = ""
-    """A D4RL id, a Minari id, or the path of an HDF5 file in D4RL's layout."""
+    """A D4RL id, an OGBench task, a Minari id, or the path of an HDF5 file in D4RL's layout."""
     offline_steps: NonNegativeInt = 1_000_000
     """Updates on the dataset alone."""
     online_steps: NonNegativeInt = 0
@@ -107,9 +107,9 @@ T = TypeVar("T", bound=OfflineArgs)
 def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     """Return the arguments with the dataset's environment and the domain's presets, which are printed.
 
-    The keys of `presets` are domains: locomotion, antmaze, maze2d, adroit, adroit-binary or kitchen. A domain without
-    presets gets those of locomotion, and adroit-binary those of adroit. A flag that was given overrides its preset.
-    With `--init-from`, offline steps that the domain would set are 0.
+    The keys of `presets` are domains: locomotion, antmaze, maze2d, adroit, adroit-binary, kitchen or ogbench. A domain
+    without presets gets those of locomotion, and adroit-binary those of adroit. A flag that was given overrides its
+    preset. With `--init-from`, offline steps that the domain would set are 0.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     env = args.env or recording.env or ""
@@ -133,6 +133,8 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
 def domain(env: str, dataset: str) -> str:
     """Return the domain, as in `with_presets`, by the names of the environment and the dataset."""
     name = f"{env} {dataset}".lower()
+    if is_task(env.rpartition(":")[2]):
+        return "ogbench"
     words = {"antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
     words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
     found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
@@ -199,8 +201,7 @@ class OfflineToOnline(checkpoint.Part):
         self._first_batch = (share if wait_for_full_batch else 0) if self._offline_share < 1.0 else -1
         other = dataset.env and self.env != dataset.env  # its rewards may differ
         of_env = reference(self.env) if is_plain(self.env, self.settings) else None
-        if between := (of_env if other else None) or dataset.reference or of_env:
-            run.score = partial(normalized, reference=between)
+        run.score = scorer(self.env, (of_env if other else None) or dataset.reference or of_env)
         self._report(run)
 
     def _set_batch_sizes(self, offline: int, online: int) -> int:

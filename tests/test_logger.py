@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -114,7 +115,7 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
 
 def test_steps_on_a_dataset_are_below_0_and_returns_get_scores(tmp_path: Path):
     logger = Logger(tmp_path, (-2, 5), None)
-    logger.score = lambda returns: 100 * returns / 8
+    logger.score = lambda episodes: np.array([100 * episode.return_ / 8 for episode in episodes])
     logger.advance(1)
     logger.log_evaluation([Episode(2.0, 7, None), Episode(4.0, 7, None)])
     logger.advance(1)

@@ -1,6 +1,6 @@
 """Convert a file of another project into a dataset that `--dataset` takes. Nothing is ever unpickled.
 
-    python -m tools.convert cube-single.npz --output data/cube-single.hdf5
+    python -m tools.convert cube.npz --env cube-single-singletask-task2-v0 --output data/cube.hdf5
     python -m tools.convert expert_hopper.npz --env Hopper-v4 --output data/hopper-expert.hdf5
     python -m tools.convert low_dim.hdf5 --obs-keys robot0_eef_pos object --output minari:robomimic/lift-v0
 
@@ -9,8 +9,6 @@ The format is recognised from the contents, and printed. docs/data.md describes 
 
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +18,19 @@ import gymnasium as gym
 import h5py
 import numpy as np
 import tyro
-from numpy.lib.npyio import NpzFile
 
 from common.command_line import command_line
 from common.errors import InputError
 from common.messages import log
 from envs.make import make
-from offline import d4rl
+from envs.ogbench import is_task
+from offline import d4rl, ogbench
 from offline.arrays import Array
 from offline.hdf5 import BAD_FILE, kind_of, opened, unreadable
+from offline.npz import Archive
 from offline.write import write_dataset
 
 Arrays = dict[str, Any]  # arguments of `write_dataset`
-# What NumPy raises on a damaged archive, and on one whose arrays are pickles.
-BAD_ARCHIVE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass
@@ -66,36 +63,7 @@ class Format(NamedTuple):
 
     name: str
     keys: tuple[str, ...]
-    read: Callable[[Args, "Archive"], Arrays]
-
-
-class Archive:
-    """The arrays of an .npz file. One that needs unpickling is refused when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            found = np.load(path, allow_pickle=False)
-        except BAD_ARCHIVE as error:
-            raise InputError(f"{path} is damaged ({error}): put a whole copy in its place") from None
-        assert isinstance(found, NpzFile)  # its first bytes are a zip archive's
-        self.file, self.keys = found, found.files
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.keys
-
-    def __getitem__(self, key: str) -> Array:
-        try:
-            array = self.file[key]
-        except BAD_ARCHIVE as error:
-            if "allow_pickle" not in str(error):
-                raise InputError(f"{self.path} is damaged at {key} ({error}): put a whole copy in its place") from None
-            raise InputError(
-                f"{self.path} holds {key} as a pickle, which is not loaded: save it as plain numbers (docs/data.md)"
-            ) from None
-        if not isinstance(array, np.ndarray):
-            raise InputError(f"{self.path}: {key} is no array")
-        return array
+    read: Callable[[Args, Archive], Arrays]
 
 
 def of_d4rl(args: Args, file: Archive) -> Arrays:
@@ -108,13 +76,10 @@ def of_d4rl(args: Args, file: Archive) -> Arrays:
 
 
 def of_ogbench(args: Args, file: Archive) -> Arrays:
-    """Return OGBench's transitions, from its own file or from what its loader returns.
+    """Return OGBench's transitions, from its own file (for the task --env) or from what its loader returns.
 
     `terminals` are the ends of trajectories. `masks` are 0 where the task is solved, which terminates. Without
-    next_observations, a trajectory's last row holds its last observation and is no transition. `valids`, of the
-    loader's compact form, are 0 in these rows, and `terminals` then are 1 in the row before them too.
-
-    Source: Park et al. 2024, "OGBench", arXiv 2410.20092, and the loader of its package (MIT), version 1.2.1.
+    next_observations, a trajectory's last row holds its last observation and is no transition (`offline.ogbench`).
     """
     _leave_out(args, "horizon", "obs_keys")
     if "rewards" in file and "masks" not in file:
@@ -122,19 +87,22 @@ def of_ogbench(args: Args, file: Archive) -> Arrays:
             f"{args.file} has rewards and terminals, but no ends of episodes\n"
             "add timeouts (D4RL's name) or masks (OGBench's name), as docs/data.md shows"
         )
-    if "rewards" not in file:
+    if "rewards" not in file and not is_task(args.env or ""):
         raise InputError(
-            f"{args.file} has no rewards: OGBench computes them for one task\n"
-            "save what its loader returns for a singletask name, as docs/data.md shows, and convert that"
+            f"{args.file} has no rewards, because OGBench computes them for one task\n"
+            "give the task as --env, for example cube-single-singletask-task2-v0"
         )
     names = ("observations", "actions", "rewards", "masks", "terminals", "valids", "next_observations")
     rows = {name: file[name] for name in names if name in file}
+    if "rewards" not in rows:
+        goal = ogbench.goal_of(str(args.env))
+        ogbench.require_task(file, goal, str(args.env))
+        rows["rewards"], rows["masks"] = ogbench.relabelled(file, goal)
     _same_length(args, rows)
     if "next_observations" in rows:
         ends = rows["terminals"] != 0
     else:
-        is_last = rows["valids"] == 0 if "valids" in rows else rows["terminals"] != 0
-        is_last[-1:] = True
+        is_last = ogbench.last_rows(file)
         following = np.flatnonzero(~is_last) + 1
         next_obs, ends = rows["observations"][following], is_last[following]
         rows = {name: values[~is_last] for name, values in rows.items()} | {"next_observations": next_obs}

@@ -30,7 +30,7 @@ from common.messages import print_result
 from common.seeding import seeds
 from envs.make import make
 from envs.settings import is_plain
-from offline.scores import normalized, reference
+from offline.scores import reference, scorer
 from tools.policies import Trained, load_policy, read_trained
 
 TOGETHER = 10  # environments stepped together
@@ -107,8 +107,8 @@ def main(args: Args) -> list[dict[str, Any]]:
         trained = read_trained(name)
         seeds_used, episodes = zip(*episodes_of(args, trained, name), strict=True)
         env_id, settings = trained.environment(args.env, args.env_kwargs)
-        between = reference(env_id) if is_plain(env_id, settings) else None
-        scores = normalized([e.return_ for e in episodes], between).tolist() if between else None
+        score = scorer(env_id, reference(env_id)) if is_plain(env_id, settings) else None
+        scores = score(episodes).tolist() if score else None
         found.append({"policy": name, "step": trained.facts["step"], **summary(list(episodes), scores)})
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):
             success = "" if episode.success is None else int(episode.success)

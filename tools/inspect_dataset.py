@@ -39,7 +39,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 @dataclass
 class Args:
     dataset: Annotated[str, tyro.conf.Positional]
-    """A D4RL id, a Minari id, or the path of an HDF5 file in D4RL's layout."""
+    """A D4RL id, an OGBench task, a Minari id, or the path of an HDF5 file in D4RL's layout."""
     reference: str | None = None
     """Dataset relative to which state-action coverage is computed."""
     d4rl_compat: bool = False

@@ -96,7 +96,7 @@ def speed_beside(peer: str) -> Table:
 
 
 def datasets_table() -> Table:
-    """Return the contents of each dataset of our own suite."""
+    """Return the contents of each dataset that was made here."""
     heads = "", "transitions", "episodes, terminated", "return: mean, min to max", "score", "TQ", "SACo"
     table = Table(heads)
     for path in sorted((RESULTS / "datasets").glob("*.json")):
@@ -104,7 +104,8 @@ def datasets_table() -> Table:
         r = found["returns"]
         sizes = f"{found['transitions']:,}", f"{found['episodes']:,}, {found['terminated episodes']:,}"
         returns = f"{r['mean']:,.0f}, {r['min']:,.0f} to {r['max']:,.0f}"
-        measures = f"{found['score']:.1f}", f"{found['TQ']:.3f}", f"{found['SACo']:.3f}"
+        digits = {"score": 1, "TQ": 3, "SACo": 3}
+        measures = ("-" if found[key] is None else f"{found[key]:.{n}f}" for key, n in digits.items())
         table.rows.append([path.stem, *sizes, returns, *measures])
     return table
 
