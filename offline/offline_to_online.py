@@ -31,6 +31,7 @@ from envs.rollout import Rollout, Transitions
 from envs.settings import is_same_variant
 from offline.dataset import load, read
 from offline.rewards import IDENTITY, RewardTransform
+from offline.sampling import concatenated, even_order, selected, weighted_rows
 from offline.scores import normalized, reference
 
 Array = NDArray[np.float32]
@@ -62,6 +63,11 @@ class OfflineArgs(OffPolicyArgs):
     mix: a fixed share of each batch from the dataset."""
     offline_ratio: OpenFraction = 0.5
     """With --retain mix: the dataset's share of each batch."""
+    weighting: Literal["none", "return", "advantage"] = "none"
+    """Which of the dataset's episodes are sampled more often. none: no episode. return: those of high return.
+    advantage: those whose return is high for their first observation."""
+    weighting_temperature: float = 0.1
+    """With --weighting: how evenly. The best episode's transitions are exp(1/temperature) as likely as the worst's."""
     warmup_steps: NonNegativeInt = 5_000
     """With --retain none: environment steps with the frozen policy before the first online update."""
     utd: int = 1
@@ -86,6 +92,11 @@ class OfflineArgs(OffPolicyArgs):
             raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
         if self.offline_steps == 0 == self.online_steps:
             raise InputError("--offline-steps and --online-steps are both 0: give one of them")
+        if self.weighting != "none" and self.retain == "none" and self.offline_steps == 0:
+            raise InputError(
+                f"--weighting {self.weighting} needs updates on the dataset, and with --retain none and "
+                "--offline-steps 0 there are none: give --retain mix"
+            )
         if self.retain == "mix" and not 0 < round(self.offline_ratio * self.batch_size) < self.batch_size:
             raise InputError(
                 f"--offline-ratio {self.offline_ratio} of {self.batch_size} transitions leaves none of one kind: "
@@ -189,6 +200,7 @@ class OfflineToOnline(checkpoint.Part):
             to_go = dataset.return_to_go(discount, self.failure)
             self._returns_to_go = torch.from_numpy(to_go).to(run.device)
         self._fingerprint = dataset.fingerprint()
+        self._weighted = weighted_rows(dataset, args.weighting, args.weighting_temperature)
         # --retain: the sampler, the dataset's share of a batch, and the steps without updates.
         self._sample_online, self._offline_share, self._warmup_steps = {
             "none": (self.online.sample, 0.0, args.warmup_steps),
@@ -206,7 +218,7 @@ class OfflineToOnline(checkpoint.Part):
         """Set the sizes of offline and online batches, and return the online transitions in an online batch."""
         self._batch_sizes = {False: offline, True: online}
         share = self._online_share(online)
-        self._order = _interleaved(online - share, share).to(self.online.device)
+        self._order = even_order(online - share, share).to(self.online.device)
         return share
 
     def _report(self, run: Run) -> None:
@@ -362,11 +374,13 @@ class OfflineToOnline(checkpoint.Part):
         """Return a batch with a fixed share of the dataset, spread evenly over it: RLPD slices its batches."""
         offline = batch_size - self._online_share(batch_size)
         to_go = self._returns_to_go if self.online_returns else None
-        parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
-        return Batch(*(torch.cat(pair).index_select(0, self._order) for pair in zip(*map(_fields, parts), strict=True)))
+        from_data = self._from_dataset(offline, generator, to_go)
+        return concatenated(from_data, self.online.sample(batch_size - offline, generator), self._order)
 
     def _from_dataset(self, batch_size: int, generator: torch.Generator, to_go: Tensor | None) -> Batch:
         data = self.dataset.buffer
+        if self._weighted:
+            return self._data_at(self._weighted.draw(batch_size, generator), to_go)
         return self._data_at(torch.randint(len(data), (batch_size,), generator=generator, device=data.device), to_go)
 
     def _data_at(self, where: Tensor, to_go: Tensor | None) -> Batch:
@@ -374,23 +388,9 @@ class OfflineToOnline(checkpoint.Part):
         return batch if to_go is None else batch._replace(returns_to_go=to_go[where])
 
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """Return a batch drawn uniformly from the rows of both buffers, as if they were one."""
+        """Return a batch drawn uniformly from the rows of both buffers. `--weighting` chooses among the dataset's."""
         data, online = self.dataset.buffer, self.online
         where = uniform(online.size + len(data), batch_size, generator)
-        to_go = self._returns_to_go if self.online_returns else None
-        parts = self._data_at(where.clamp(max=len(data) - 1), to_go), online.at((where - len(data)).clamp(min=0))
-        from_data = where < len(data)
-        chosen = (
-            torch.where(from_data.view(-1, *[1] * (a.dim() - 1)), a, b)
-            for a, b in zip(*map(_fields, parts), strict=True)
-        )
-        return Batch(*chosen)
-
-
-def _interleaved(*counts: int) -> Tensor:
-    """Return an order of rows in groups of `counts`, in which each slice has nearly the same share of each group."""
-    return torch.cat([(torch.arange(n) + 0.5) / n for n in counts]).argsort(stable=True)
-
-
-def _fields(batch: Batch) -> list[Tensor]:
-    return [part for part in batch if part is not None]
+        rows = self._weighted.draw(batch_size, generator) if self._weighted else where.clamp(max=len(data) - 1)
+        from_data = self._data_at(rows, self._returns_to_go if self.online_returns else None)
+        return selected(where < len(data), from_data, online.at((where - len(data)).clamp(min=0)))
