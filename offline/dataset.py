@@ -98,6 +98,12 @@ class Dataset(Episodes):
             to_go[np.repeat(failed, self.lengths)] = failure / (1.0 - gamma)
         return to_go.astype(np.float32)
 
+    def next_actions(self) -> NDArray[np.float32]:
+        """Return the episode's next action after each transition: [n, action_dim], NaN after its last one."""
+        following = np.roll(self.column("actions"), -1, axis=0)
+        following[self.ends - 1] = np.nan
+        return following
+
     def obs_statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and standard deviation of obs: [obs_dim] each."""
         total, squares, n = 0.0, 0.0, len(self)

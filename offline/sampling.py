@@ -1,5 +1,7 @@
 """Draw rows of a dataset by the return of their episode (`--weighting`), and join batches of two sources."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,18 +41,14 @@ def even_order(*counts: int) -> Tensor:
 
 def concatenated(first: Batch, second: Batch, order: Tensor) -> Batch:
     """Return the transitions of both batches in the given order."""
-    return Batch(*(torch.cat(pair).index_select(0, order) for pair in zip(*map(_fields, (first, second)), strict=True)))
+    return _joined(first, second, lambda a, b: torch.cat([a, b]).index_select(0, order))
 
 
 def selected(is_first: Tensor, first: Batch, second: Batch) -> Batch:
     """Return, in each place, the transition of `first` if `is_first` [batch], else that of `second`."""
-    return Batch(
-        *(
-            torch.where(is_first.view(-1, *[1] * (a.dim() - 1)), a, b)
-            for a, b in zip(*map(_fields, (first, second)), strict=True)
-        )
-    )
+    return _joined(first, second, lambda a, b: torch.where(is_first.view(-1, *[1] * (a.dim() - 1)), a, b))
 
 
-def _fields(batch: Batch) -> list[Tensor]:
-    return [part for part in batch if part is not None]
+def _joined(first: Batch, second: Batch, join: Callable[[Tensor, Tensor], Tensor]) -> Batch:
+    pairs = zip(first, second, strict=True)
+    return Batch._make(None if a is None or b is None else join(a, b) for a, b in pairs)

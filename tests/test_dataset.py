@@ -57,6 +57,17 @@ def test_a_path_is_as_good_as_a_string(path: str) -> None:
     assert (dataset.id, dataset.fingerprint()) == (path, load(path).fingerprint())
 
 
+def test_next_actions(path: str) -> None:
+    """Each is the next row's, but an episode's last transition has none."""
+    dataset = load(path)
+    found, actions = dataset.next_actions(), dataset.column("actions")
+    for row in range(len(dataset)):
+        if row + 1 in dataset.ends:
+            assert np.isnan(found[row]).all()
+        else:
+            assert found[row].tolist() == actions[row + 1].tolist()
+
+
 def test_returns(path: str) -> None:
     expected = [sum(rewards) for rewards, _ in episodes(path, 2.0, -1.0)]
     assert np.allclose(load(path, rewards=RewardTransform(2.0, -1.0)).returns(), expected, atol=1e-6)

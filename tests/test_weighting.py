@@ -187,7 +187,7 @@ class TestBatches:
         assert len(data._weighted.cumulative) == len(data.dataset) < len(load(args.dataset))
 
     def test_without_a_batch_of_the_dataset(self) -> None:
-        with pytest.raises(InputError, match="--weighting return needs updates on the dataset"):
+        with pytest.raises(InputError, match="--weighting return: no update uses the dataset"):
             Args(dataset="a.hdf5", weighting="return", retain="none", offline_steps=0, online_steps=10)
         Args(dataset="a.hdf5", weighting="return", retain="mix", offline_steps=0, online_steps=10)
 
