@@ -11,6 +11,7 @@ from conftest import COMMON, PENDULUM, SHARED, final_state, module
 from formulas import Array, forward, layers, make_batch, parameters, values
 
 from algos.rebrac import PRESETS, REBRAC, Args, presets
+from common.recorded import Recording
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
 from envs.rollout import Transitions
@@ -289,3 +290,16 @@ class TestRuns:
         args = small("rebrac", actor_penalty=0.6, init_from=first.run_dir, **common)
         module("rebrac").train(args)
         assert float(np.asarray(final_state(args.run_dir)["agent"]["actor_penalty"])) == pytest.approx(0.6)
+
+
+def test_a_recorded_loss_reads_the_penalty_of_the_moment() -> None:
+    """It falls between updates, so it must not be a constant of the compiled code."""
+    agent = make_agent(False, actor_penalty=0.2, penalty_decay_steps=1_000)
+    batch = Batch(*(part.float() for part in make_batch(16)[:5]))
+    recording = Recording(lambda *parts: agent.actor_loss(Batch(*parts))[0].detach(), batch[:5], agent)
+    found = []
+    for step in (0, 500):
+        agent.decay(step)
+        found.append(recording(*batch[:5]).item())
+        assert found[-1] == pytest.approx(agent.actor_loss(batch)[0].item(), abs=1e-5)
+    assert abs(found[0] - found[1]) > 1e-2
