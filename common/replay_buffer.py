@@ -23,7 +23,8 @@ class Batch(NamedTuple):
 
     All are float32. terminations is 1 if the MDP ended at next_obs. It is 0 for a truncated episode, so that its target
     bootstraps. returns_to_go [batch] is the discounted sum of rewards to the episode's end (Cal-QL), or None if the
-    buffer has none.
+    buffer has none. next_actions [batch, action_dim] are the dataset's actions at next_obs (ReBRAC), NaN after an
+    episode's last transition, or None if they are not asked for.
     """
 
     obs: Tensor
@@ -32,6 +33,7 @@ class Batch(NamedTuple):
     next_obs: Tensor
     terminations: Tensor
     returns_to_go: Tensor | None = None
+    next_actions: Tensor | None = None
 
     def map_obs(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with `function` applied to obs and next_obs."""

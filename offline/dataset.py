@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from common.checkpoint import replacing
 from common.errors import InputError, RunError
@@ -101,6 +101,12 @@ class Dataset(Episodes):
             to_go[np.repeat(failed, self.lengths)] = failure / (1.0 - gamma)
         return to_go.astype(np.float32)
 
+    def next_actions(self) -> NDArray[np.float32]:
+        """Return the episode's next action after each transition: [n, action_dim], NaN after its last one."""
+        following = np.roll(self.column("actions"), -1, axis=0)
+        following[self.ends - 1] = np.nan
+        return following
+
     def obs_statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the mean and standard deviation of obs: [obs_dim] each."""
         total, squares, n = 0.0, 0.0, len(self)
@@ -140,19 +146,26 @@ class Dataset(Episodes):
     def weights(self, temperature: float = 0.1, baseline: bool = False) -> NDArray[np.float64]:
         """Return probabilities [n] that prefer good episodes: the softmax of normalised return / temperature.
 
-        Returns are scaled to [0, 1] over the dataset. A larger temperature gives more uniform probabilities. With
-        `baseline`, a linear regression on the episode's first obs is subtracted from its return, so that lucky starts
-        do not count.
+        Raw returns are scaled to [0, 1] over the dataset, so the transform of rewards changes nothing. A larger
+        temperature gives more uniform probabilities. With `baseline`, a linear regression on the episode's first obs is
+        subtracted from its return, so that lucky starts do not count. Raises InputError if no difference is left.
 
         Source: Hong et al. 2023, "Harnessing Mixed Offline RL Datasets via Trajectory Weighting", arXiv 2306.13085:
         return weighting (section 4.1), with `baseline` advantage weighting (4.2).
         """
-        value = self.returns()
+        scaled = self.returns()
+        value = scaled - self.rewards.shift * (self.lengths + ~np.isnan(self.dropped_final_rewards))
         if baseline:
             first = np.column_stack([self.column("obs")[self.starts].astype(np.float64), np.ones(len(value))])
             value = value - first @ np.linalg.lstsq(first, value, rcond=None)[0]
         spread = np.ptp(value)
-        value = (value - value.min()) / (spread if spread > 0 else 1.0)
+        if spread <= 1e-6 * np.abs(scaled).max():  # float32 rewards: a smaller spread is rounding
+            what, other = ("advantage", "return or none") if baseline else ("return", "none")
+            raise InputError(
+                f"--weighting {what}: the episodes of {self.id} ({len(value):,}) all have the same {what}: "
+                f"give --weighting {other}"
+            )
+        value = (value - value.min()) / spread
         each = np.repeat(np.exp((value - 1.0) / temperature), self.lengths)  # the largest is 1, so nothing overflows
         probabilities: NDArray[np.float64] = each / each.sum()
         return probabilities
@@ -164,20 +177,6 @@ class Dataset(Episodes):
             rows = self.buffer.rows[first : min(first + 100_000, len(self))]
             checksum = zlib.crc32(rows.cpu().contiguous().numpy().data, checksum)
         return f"{checksum:08x}"
-
-
-class WeightedSampler:
-    """Samples batches of a buffer's first rows with given probabilities (`Dataset.weights`)."""
-
-    def __init__(self, buffer: ReplayBuffer, weights: NDArray[np.float64]) -> None:
-        self.buffer = buffer
-        self.cumulative = torch.from_numpy(np.cumsum(weights)).to(buffer.device)
-
-    def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """Sample a batch, as `ReplayBuffer.sample` does."""
-        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=self.buffer.device)
-        where: Tensor = torch.searchsorted(self.cumulative, uniform * self.cumulative[-1], right=True)
-        return self.buffer.at(where.clamp(max=len(self.cumulative) - 1))
 
 
 def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:

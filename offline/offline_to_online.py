@@ -31,6 +31,7 @@ from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
 from offline.rewards import IDENTITY, RewardTransform
+from offline.sampling import concatenated, even_order, selected, weighted_rows
 from offline.scores import reference, scorer
 
 Array = NDArray[np.float32]
@@ -62,6 +63,11 @@ class OfflineArgs(OffPolicyArgs):
     mix: a fixed share of each batch from the dataset."""
     offline_ratio: OpenFraction = 0.5
     """With --retain mix: the dataset's share of each batch."""
+    weighting: Literal["none", "return", "advantage"] = "none"
+    """Which of the dataset's episodes are sampled more often. none: no episode. return: those of high return.
+    advantage: those whose return is high for their first observation."""
+    weighting_temperature: float = 0.1
+    """With --weighting: how evenly. The best episode's transitions are exp(1/temperature) as likely as the worst's."""
     warmup_steps: NonNegativeInt = 5_000
     """With --retain none: environment steps with the frozen policy before the first online update."""
     utd: int = 1
@@ -86,7 +92,10 @@ class OfflineArgs(OffPolicyArgs):
             raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
         if self.offline_steps == 0 == self.online_steps:
             raise InputError("--offline-steps and --online-steps are both 0: give one of them")
-        if self.retain == "mix" and not 0 < round(self.offline_ratio * self.batch_size) < self.batch_size:
+        if self.weighting != "none" and self.retain == "none" and self.offline_steps == 0:
+            raise InputError(f"--weighting {self.weighting}: no update uses the dataset, so give --retain mix")
+        size = self.batch_size
+        if self.retain == "mix" and isinstance(size, int) and not 0 < round(self.offline_ratio * size) < size:
             raise InputError(
                 f"--offline-ratio {self.offline_ratio} of {self.batch_size} transitions leaves none of one kind: "
                 "give a larger --batch-size, or another --retain"
@@ -154,6 +163,7 @@ class OfflineToOnline(checkpoint.Part):
         top: float = 1.0,
         discount: float | None = None,
         failure: float | None = None,
+        next_actions: bool = False,
         online_returns: bool = True,
         online_batch: int | None = None,
         wait_for_full_batch: bool = True,
@@ -162,7 +172,8 @@ class OfflineToOnline(checkpoint.Part):
 
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
         `discount`: batches get returns-to-go with it (Cal-QL). An online episode is then sampled once it is finished.
-        `failure`: as in `Dataset.return_to_go`, but as a raw reward. `online_returns`: false if returns-to-go are
+        `failure`: as in `Dataset.return_to_go`, but as a raw reward. `next_actions`: offline batches get those of
+        `Dataset.next_actions`. `online_returns`: false if returns-to-go are
         needed only before the switch. `online_batch`: size of an online batch, by default `args.batch_size`, as
         offline. `wait_for_full_batch`: the first online update waits until there are more online transitions than a
         batch takes, as in WSRL's code. Otherwise half of the first batches would be one transition.
@@ -186,11 +197,14 @@ class OfflineToOnline(checkpoint.Part):
         )
         self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
-        self._returns_to_go: Tensor | None = None
+        columns: dict[str, Array] = {}  # of the dataset's transitions, in addition to the buffer's
         if discount is not None:
-            to_go = dataset.return_to_go(discount, self.failure)
-            self._returns_to_go = torch.from_numpy(to_go).to(run.device)
+            columns["returns_to_go"] = dataset.return_to_go(discount, self.failure)
+        if next_actions:
+            columns["next_actions"] = dataset.next_actions()
+        self._columns = {name: torch.from_numpy(column).to(run.device) for name, column in columns.items()}
         self._fingerprint = dataset.fingerprint()
+        self._weighted = weighted_rows(dataset, args.weighting, args.weighting_temperature)
         # --retain: the sampler, the dataset's share of a batch, and the steps without updates.
         self._sample_online, self._offline_share, self._warmup_steps = {
             "none": (self.online.sample, 0.0, args.warmup_steps),
@@ -208,7 +222,7 @@ class OfflineToOnline(checkpoint.Part):
         """Set the sizes of offline and online batches, and return the online transitions in an online batch."""
         self._batch_sizes = {False: offline, True: online}
         share = self._online_share(online)
-        self._order = _interleaved(online - share, share).to(self.online.device)
+        self._order = even_order(online - share, share).to(self.online.device)
         return share
 
     def _report(self, run: Run) -> None:
@@ -358,41 +372,29 @@ class OfflineToOnline(checkpoint.Part):
         """Return a batch for an update, offline or `online`. All work is on the device, as a CUDA graph requires."""
         if online:
             return self._sample_online(self._batch_sizes[True], generator)
-        return self._from_dataset(self._batch_sizes[False], generator, self._returns_to_go)
+        return self._data_at(self._rows(self._batch_sizes[False], generator), online)
 
     def _from_each(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Return a batch with a fixed share of the dataset, spread evenly over it: RLPD slices its batches."""
         offline = batch_size - self._online_share(batch_size)
-        to_go = self._returns_to_go if self.online_returns else None
-        parts = self._from_dataset(offline, generator, to_go), self.online.sample(batch_size - offline, generator)
-        return Batch(*(torch.cat(pair).index_select(0, self._order) for pair in zip(*map(_fields, parts), strict=True)))
-
-    def _from_dataset(self, batch_size: int, generator: torch.Generator, to_go: Tensor | None) -> Batch:
-        data = self.dataset.buffer
-        return self._data_at(torch.randint(len(data), (batch_size,), generator=generator, device=data.device), to_go)
-
-    def _data_at(self, where: Tensor, to_go: Tensor | None) -> Batch:
-        batch = self.dataset.buffer.at(where)
-        return batch if to_go is None else batch._replace(returns_to_go=to_go[where])
+        from_data = self._data_at(self._rows(offline, generator), online=True)
+        return concatenated(from_data, self.online.sample(batch_size - offline, generator), self._order)
 
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """Return a batch drawn uniformly from the rows of both buffers, as if they were one."""
+        """Return a batch drawn uniformly from the rows of both buffers. `--weighting` chooses among the dataset's."""
         data, online = self.dataset.buffer, self.online
         where = uniform(online.size + len(data), batch_size, generator)
-        to_go = self._returns_to_go if self.online_returns else None
-        parts = self._data_at(where.clamp(max=len(data) - 1), to_go), online.at((where - len(data)).clamp(min=0))
-        from_data = where < len(data)
-        chosen = (
-            torch.where(from_data.view(-1, *[1] * (a.dim() - 1)), a, b)
-            for a, b in zip(*map(_fields, parts), strict=True)
-        )
-        return Batch(*chosen)
+        rows = self._rows(batch_size, generator) if self._weighted else where.clamp(max=len(data) - 1)
+        return selected(where < len(data), self._data_at(rows, True), online.at((where - len(data)).clamp(min=0)))
 
+    def _rows(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw rows of the dataset."""
+        if self._weighted:
+            return self._weighted.draw(count, generator)
+        data = self.dataset.buffer
+        return torch.randint(len(data), (count,), generator=generator, device=data.device)
 
-def _interleaved(*counts: int) -> Tensor:
-    """Return an order of rows in groups of `counts`, in which each slice has nearly the same share of each group."""
-    return torch.cat([(torch.arange(n) + 0.5) / n for n in counts]).argsort(stable=True)
-
-
-def _fields(batch: Batch) -> list[Tensor]:
-    return [part for part in batch if part is not None]
+    def _data_at(self, rows: Tensor, online: bool) -> Batch:
+        columns = {} if online and not self.online_returns else self._columns
+        batch = self.dataset.buffer.at(rows)
+        return batch._replace(**{name: column[rows] for name, column in columns.items()})

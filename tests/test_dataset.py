@@ -17,7 +17,7 @@ from d4rl_file import make
 
 from common.errors import InputError, RunError
 from common.replay_buffer import ReplayBuffer
-from offline.dataset import TANH_LIMIT, Dataset, WeightedSampler, _Prepared, load
+from offline.dataset import TANH_LIMIT, Dataset, _Prepared, load
 from offline.recording import TransitionBlock
 from offline.rewards import RewardTransform
 
@@ -55,6 +55,17 @@ def test_a_path_is_as_good_as_a_string(path: str) -> None:
     """`load(Path(...))` gives the same dataset, whose id is text."""
     dataset = load(Path(path))
     assert (dataset.id, dataset.fingerprint()) == (path, load(path).fingerprint())
+
+
+def test_next_actions(path: str) -> None:
+    """Each is the next row's, but an episode's last transition has none."""
+    dataset = load(path)
+    found, actions = dataset.next_actions(), dataset.column("actions")
+    for row in range(len(dataset)):
+        if row + 1 in dataset.ends:
+            assert np.isnan(found[row]).all()
+        else:
+            assert found[row].tolist() == actions[row + 1].tolist()
 
 
 def test_returns(path: str) -> None:
@@ -194,20 +205,6 @@ class TestWeights:
         better = load(str(make(tmp_path / "b.hdf5", "..t" * 10, observations=obs, rewards=rewards)))
         weights = better.weights(0.1, baseline=True).reshape(10, 3)
         assert weights[:, 0].argmax() == 1
-
-    def test_batches_follow_them(self, path: str) -> None:
-        dataset = load(path)
-        weights = np.random.default_rng(0).random(len(dataset))
-        weights[[0, 7, len(weights) - 1]] = 0.0
-        weights /= weights.sum()
-        batch = WeightedSampler(dataset.buffer, weights).sample(200_000, torch.Generator().manual_seed(0))
-        rows = {tuple(row): i for i, row in enumerate(dataset.column("obs").tolist())}
-        drawn = [rows[tuple(row)] for row in batch.obs.tolist()]
-        assert batch.rewards.tolist() == dataset.column("rewards")[drawn].tolist()
-        counts = np.bincount(drawn, minlength=len(dataset))
-        assert counts[weights == 0].sum() == 0
-        deviation = np.sqrt(200_000 * weights * (1 - weights))
-        assert (np.abs(counts - 200_000 * weights) <= 5 * deviation).all()
 
 
 class TestFingerprint:

@@ -13,7 +13,7 @@ from common.run import Run
 
 OFFLINE_STEPS, RANDOM_STEPS = 20, 20
 ONLINE_ALONE = {"total_steps": 60, "learning_starts": RANDOM_STEPS}
-FROM_DATA = {"offline_steps": OFFLINE_STEPS, "online_steps": 40}
+FROM_DATA = {"offline_steps": OFFLINE_STEPS, "online_steps": 40, "retain": "append"}  # updates from the switch on
 ITERATIONS = 11  # with updates, before the stop: then the number of updates is no multiple of the delay
 
 
