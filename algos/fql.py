@@ -9,6 +9,7 @@ policy that the critics train has one step, and imitation holds it close to the 
 
 Differences from the authors' code, none of which changes a loss:
 - Each network has its own Adam. With no parameter in common and no clipping, that equals one Adam over all.
+- The target critics follow the critics after their step, not before it.
 - Evaluation draws the same noise each time.
 """
 
@@ -209,7 +210,7 @@ class FQL:
 def train(args: Args) -> Result:
     args = with_presets(args, presets_for(args))
     run = Run("fql", args)
-    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), wait_for_full_batch=False)
+    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift))
     rollout = data.rollout()
     agent = FQL(args, rollout.obs_dim, rollout.action_dim, run.device)
     data.dataset.fit(agent.obs_normalizer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import COMMON, PENDULUM, same
-from formulas import Array, Drawn, layers, make_batch
+from formulas import Array, Drawn, joined, make_batch
 
 from algos import bc
 from algos.fql import FQL, PRESETS, Args, presets_for
@@ -37,21 +37,6 @@ def make_agent(double: bool = True, **changed: Any) -> FQL:
         draw = agent.noise
         agent.noise = lambda obs, generator: draw(obs, generator).double()
     return agent
-
-
-def forward(inputs: Array, weights: list[list[Array]]) -> Array:
-    """GELU in its tanh form after each hidden layer, then the layer norm if there is one."""
-    for weight, bias, *norm in weights[:-1]:
-        x = inputs @ weight + bias
-        inputs = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        if norm:
-            centred = inputs - inputs.mean(-1, keepdims=True)
-            inputs = norm[0] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + norm[1]
-    return inputs @ weights[-1][0] + weights[-1][1]
-
-
-def joined(network: Any, *parts: Array, member: int | None = None) -> Array:
-    return forward(np.concatenate(parts, -1), layers(network, member))
 
 
 def values(critic: Any, obs: Array, actions: Array, critics: int) -> Array:
