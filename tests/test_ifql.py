@@ -132,8 +132,9 @@ def test_flow_has_both_modes_and_the_critics_choose_the_better() -> None:
     with torch.no_grad():
         sampled = agent.process.sample(lambda x, t: agent.flow(obs, x, t), noise, rng)
     assert (sampled > 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
-    better = np.abs(agent.act(np.ones((2_000, 3), np.float32)) - 0.6) < 0.35
-    assert better.mean() > 0.999  # 32 samples miss a mode of weight 0.22 in 0.04 % of the cases
+    actions = agent.act(np.ones((2_000, 3), np.float32))
+    assert (actions > 0).mean() > 0.999  # 32 samples miss a mode of weight 0.22 in 0.04 % of the cases
+    assert np.abs(actions - 0.6).mean() < 0.1
 
 
 @pytest.mark.parametrize(
