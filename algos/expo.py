@@ -50,8 +50,9 @@ class Args(OfflineArgs):
     """Critic updates for each environment step. Base and edit policy are updated once, on the last batch."""
 
     # Networks
-    size: Literal["paper", "small"] = "paper"
-    """Size of networks and updates: the paper's, or one for a laptop. It sets the flags whose default is by --size."""
+    size: Literal["paper", "small", "wide"] = "paper"
+    """Size of networks and updates: the paper's, one for a laptop, or that of published runs on OGBench.
+    It sets the flags whose default is by --size."""
     policy: Literal["diffusion", "flow"] = "diffusion"
     """Type of the base policy. diffusion: DDPM. flow: flow matching with Euler steps."""
     hidden: tuple[int, ...] = BY_SIZE
@@ -84,7 +85,7 @@ class Args(OfflineArgs):
     """κ: choose a candidate with probability ∝ exp(κ Q). With 0, choose the best."""
 
     # Learning
-    gamma: Fraction = 0.99
+    gamma: Fraction = BY_DOMAIN
     """Discount factor."""
     tau: Fraction = 0.005
     """Soft-update rate of the target critics, at each update of the critics."""
@@ -120,17 +121,30 @@ class Args(OfflineArgs):
 SIZES: dict[str, dict[str, Any]] = {
     "paper": {"utd": 20, "hidden": (256, 256, 256), "width": 256, "blocks": 3, "base_samples": 8, "edits": 8},
     "small": {"utd": 4, "hidden": (128, 128), "width": 64, "blocks": 2, "base_samples": 4, "edits": 4},
+    "wide": {"utd": 1, "hidden": (512, 512, 512, 512), "width": 256, "blocks": 3, "base_samples": 8, "edits": 8},
 }
 LOCOMOTION = {
     "offline_steps": 0, "random_steps": 5_000, "target_critics": 2, "dropout": 0.0, "edit_scale": 0.05,
-    "reward_shift": 0.0}  # fmt: skip
+    "gamma": 0.99, "reward_shift": 0.0}  # fmt: skip
 ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
+# FEdit of Li and Levine 2026 (arXiv 2601.14234, experiments/reproduce.py in ColinQiyangLi/qam) is EXPO's edit policy on
+# a flow, with the target mean - ρ σ of ten critics. The smaller of two drawn critics is 0.56 σ below the mean on
+# average, which stands for their ρ of 0.5, and one critic for their ρ of 0.
+OGBENCH = LOCOMOTION | {"offline_steps": 1_000_000, "random_steps": 0, "edit_scale": 0.2}
+HUMANOID = OGBENCH | {"target_critics": 1, "edit_scale": 0.1, "gamma": 0.995}
 PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have no locomotion, maze2d or dense adroit
     "locomotion": LOCOMOTION,
     "antmaze": LOCOMOTION | {"offline_steps": 500_000, "target_critics": 1, "reward_shift": -1.0},
     "maze2d": LOCOMOTION | {"target_critics": 1, "edit_scale": 0.2, "reward_shift": -1.0},
     "adroit": ADROIT,
     "adroit-binary": ADROIT,
+    "ogbench": OGBENCH,
+    "cube-triple-*": OGBENCH | {"edit_scale": 0.3},
+    "cube-quadruple-*": OGBENCH | {"edit_scale": 0.4},
+    "puzzle-4x4-*": OGBENCH | {"edit_scale": 0.8},
+    "antmaze-giant-navigate-*": OGBENCH | {"edit_scale": 0.3, "gamma": 0.995},
+    "humanoidmaze-medium-*": HUMANOID | {"edit_scale": 0.5},
+    "humanoidmaze-*": HUMANOID,
 }
 
 

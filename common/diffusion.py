@@ -1,10 +1,11 @@
-"""Generative policies: diffusion and flow matching, and the network that either of them trains.
+"""Generative policies: diffusion and flow matching, and the networks that they train.
 
-The network is that of IDQL (Hansen-Estruch et al. 2023, arXiv 2304.10573).
+`Denoiser` is the network of IDQL (Hansen-Estruch et al. 2023, arXiv 2304.10573), for either. `Velocity` is that of Park
+et al. 2025 (arXiv 2502.02538), for a flow.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.layers import EPSILON
-from common.networks import Linear, glorot
+from common.networks import Linear, glorot, mlp
 from common.onednn import linear
 
 
@@ -65,7 +66,27 @@ class Denoiser(nn.Module):
         return dense(F.silu(stream), self.last.weight, self.last.bias)
 
 
-# Maps noisy actions and time to noise or velocity: a `Denoiser` with its observations bound.
+class Velocity(nn.Module):
+    """Predicts the velocity v(s, x, t) of a flow of `steps` Euler steps, by a plain MLP with GELU.
+
+    Time is t · steps, as `Flow` gives it. The shapes are those of `Denoiser`.
+    """
+
+    def __init__(
+        self, obs_dim: int, action_dim: int, hidden: Sequence[int], steps: int, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        sizes = [obs_dim + action_dim + 1, *hidden, action_dim]
+        self.net, self.steps = glorot(mlp(sizes, generator, activation="gelu"), generator), steps
+
+    def forward(self, obs: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
+        shape = noisy.shape[:-1]
+        t = (time / self.steps).expand(shape).unsqueeze(-1)
+        velocity: Tensor = self.net(torch.cat([obs.expand(*shape, -1), noisy, t], dim=-1).flatten(0, -2))
+        return velocity.view(noisy.shape)
+
+
+# Maps noisy actions and time to noise or velocity: a `Denoiser` or `Velocity` with its observations bound.
 Network = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -125,5 +146,5 @@ class Flow:
 
     def errors(self, network: Network, actions: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:
         """Return v(s, (1 - t) ε + t a, t) - (a - ε) for actions and noise [batch, action_dim], at random t."""
-        t = torch.rand(len(actions), generator=generator, device=actions.device)
+        t = torch.rand(len(actions), generator=generator, device=actions.device).to(actions.dtype)
         return network(torch.lerp(noise, actions, t.unsqueeze(-1)), t * self.steps) - (actions - noise)

@@ -68,7 +68,14 @@ def _layer_norm(inputs: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.addcmul(shift.unsqueeze(1), F.layer_norm(inputs, scale.shape[1:], eps=EPSILON), scale.unsqueeze(1))
 
 
-ACTIVATIONS: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
+class GELU(nn.GELU):
+    """GELU in the tanh form, as `common.layers` computes it."""
+
+    def __init__(self) -> None:
+        super().__init__("tanh")
+
+
+ACTIVATIONS: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": GELU}
 
 
 class MLP(nn.Sequential):
@@ -79,9 +86,11 @@ class MLP(nn.Sequential):
         self.activation: Activation = activation
         # A list, because walking the modules at every call takes longer. A layer norm belongs to the layer before it.
         self._layers: list[tuple[Tensor, ...]] = []
-        for layer in layers:
+        self._norm_last = False
+        for before, layer in zip([None, *layers], layers, strict=False):
             if isinstance(layer, LayerNorm):
                 self._layers[-1] += (layer.weight, layer.bias)
+                self._norm_last = isinstance(before, ACTIVATIONS[activation])
             elif isinstance(layer, nn.Linear | EnsembleLinear):
                 self._layers.append((layer.weight, layer.bias))
             elif not isinstance(layer, ACTIVATIONS[activation]):
@@ -113,7 +122,7 @@ class MLP(nn.Sequential):
             return self.forward(inputs)
         for layer in self:
             inputs = layer(inputs)
-            if isinstance(layer, nn.ReLU | nn.Tanh):
+            if isinstance(layer, ACTIVATIONS[self.activation]):
                 kept = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
                 inputs = inputs * kept / (1.0 - share)
         return inputs
@@ -121,10 +130,12 @@ class MLP(nn.Sequential):
     def _through(self, layers: Layers, inputs: Tensor) -> Tensor:
         large = inputs.device.type == "cpu" and len(inputs) * self._largest >= MIN_ONEDNN_MULTIPLICATIONS
         if large and inputs.dtype == torch.float32 and not torch.compiler.is_compiling():
-            return network(self.activation, inputs, layers)
+            return network(self.activation, inputs, layers, self._norm_last)
         for weight, bias, *norm in layers[:-1]:
             sums = _linear(inputs, weight, bias)
-            inputs = IN_PLACE[self.activation](_layer_norm(sums, *norm) if norm else sums)
+            inputs = IN_PLACE[self.activation](_layer_norm(sums, *norm) if norm and not self._norm_last else sums)
+            if norm and self._norm_last:
+                inputs = _layer_norm(inputs, *norm)
         return _linear(inputs, *layers[-1])
 
 
@@ -135,11 +146,13 @@ def mlp(
     activation: Activation = "relu",
     layer_norm: bool = False,
     shared_output: bool = False,
+    norm_last: bool = False,
 ) -> MLP:
     """Return a network with `sizes` = [inputs, hidden..., outputs], or a stack of `ensemble` of them.
 
-    With `layer_norm`, each hidden layer is normalised before its activation. With `shared_output`, the ensemble has one
-    output layer. As in PyTorch, weights and biases are uniform within ±1 / √inputs, but drawn from `generator`.
+    With `layer_norm`, each hidden layer is normalised before its activation, or after it with `norm_last`. With
+    `shared_output`, the ensemble has one output layer. As in PyTorch, weights and biases are uniform within
+    ±1 / √inputs, but drawn from `generator`.
     """
     layers: list[nn.Module] = []
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
@@ -148,8 +161,8 @@ def mlp(
         bound = 1.0 / math.sqrt(inputs)
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
         nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
-        layers += [layer, *([LayerNorm(outputs, ensemble)] if layer_norm else [])]
-        layers += [nn.ReLU() if activation == "relu" else nn.Tanh()]
+        unit, norm = ACTIVATIONS[activation](), [LayerNorm(outputs, ensemble)] if layer_norm else []
+        layers += [layer, unit, *norm] if norm_last else [layer, *norm, unit]
     return MLP(activation, *layers[: -2 if layer_norm else -1])
 
 

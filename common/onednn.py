@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,11 @@ _CPUINFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() e
 
 # Each is looked up once, because a lookup at every call would take as long as a small product.
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default if AVAILABLE and "GenuineIntel" not in _CPUINFO else None
-_RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
-_TANH_BACKWARD = torch.ops.aten.tanh_backward.grad_input
+_BACKWARD: dict[str, Any] = {  # from an activation's output, but GELU's from its input
+    "relu": partial(torch.ops.aten.threshold_backward.grad_input, threshold=0),
+    "tanh": torch.ops.aten.tanh_backward.grad_input,
+    "gelu": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+}
 
 
 def keep_freed_memory() -> None:
@@ -55,19 +59,19 @@ def set_products(kind: str) -> None:
     setting.fp32_precision = "bf16" if kind == "bfloat16" else "ieee"
 
 
-def network(activation: Activation, inputs: Tensor, layers: Layers) -> Tensor:
+def network(activation: Activation, inputs: Tensor, layers: Layers, norm_last: bool = False) -> Tensor:
     """Return the outputs of linear `layers` (weight, bias) with `activation` between each two.
 
-    A layer with a layer norm (scale, shift) is normalised before its activation. Shapes: inputs [batch, inputs],
-    weights [outputs, inputs], and biases, scales and shifts [outputs] give [batch, outputs]. An ensemble's parameters
-    and outputs have one more dimension in front. The result can be differentiated once.
+    A layer with a layer norm (scale, shift) is normalised before its activation, or after it with `norm_last`. Shapes:
+    inputs [batch, inputs], weights [outputs, inputs], and biases, scales and shifts [outputs] give [batch, outputs]. An
+    ensemble's parameters and outputs have one more dimension in front. The result can be differentiated once.
     """
     members = _members(layers)
     if not torch.is_grad_enabled():
-        outputs = _forward(activation, inputs.contiguous(), members, [])
+        outputs = _forward(activation, norm_last, inputs.contiguous(), members, [])
         return torch.stack(outputs) if _is_ensemble(layers[0][0]) else outputs[0]
     parameters = [parameter for layer in layers for parameter in layer]
-    joined: Tensor = _Network.apply(activation, members, inputs, *parameters)  # type: ignore[no-untyped-call]
+    joined: Tensor = _Network.apply(activation, norm_last, members, inputs, *parameters)  # type: ignore[no-untyped-call]
     return joined
 
 
@@ -83,70 +87,89 @@ def _members(layers: Layers) -> list[Layers]:
         return list(zip(*(zip(*(part.unbind() for part in layer), strict=True) for layer in layers), strict=True))
 
 
-def _forward(activation: Activation, inputs: Tensor, members: list[Layers], hidden: list[Tensor]) -> list[Tensor]:
-    """Return each member's outputs, and append its hidden layers' activations to `hidden`, member by member.
+def _forward(
+    activation: Activation, norm_last: bool, inputs: Tensor, members: list[Layers], hidden: list[Tensor]
+) -> list[Tensor]:
+    """Return each member's outputs, and append what `_kept_of` counts of its hidden layers to `hidden`.
 
-    If a layer has a layer norm, the norm's input follows, then the mean and inverse standard deviation of that input.
+    That is a layer's result. If it has a layer norm, the norm's input follows, then the mean and inverse standard
+    deviation of that input. The activation's input follows last if its gradient needs it.
     """
     outputs = []
     for layers in members:
-        activations = inputs
+        result = inputs
         for weight, bias, *norm in layers[:-1]:
-            if norm:
-                sums = linear(activations, weight, bias)
-                scale, shift = norm
-                activations, *statistics = torch.native_layer_norm(sums, sums.shape[1:], scale, shift, EPSILON)
-                IN_PLACE[activation](activations)
-                hidden += [activations, sums, *statistics]
-            else:
-                activations = linear(activations, weight, bias, activation)
-                hidden.append(activations)
+            if not norm and activation != "gelu":
+                result = linear(result, weight, bias, activation)
+                hidden.append(result)
+                continue
+            result, of_norm = linear(result, weight, bias), []
+            if norm and not norm_last:
+                result, *of_norm = _normalized(result, *norm)
+            of_activation = [result] if activation == "gelu" else []
+            result = IN_PLACE[activation](result)
+            if norm and norm_last:
+                result, *of_norm = _normalized(result, *norm)
+            hidden += [result, *of_norm, *of_activation]
         weight, bias = layers[-1]
-        outputs.append(linear(activations, weight, bias))
+        outputs.append(linear(result, weight, bias))
     return outputs
+
+
+def _normalized(inputs: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+    """Return the layer norm of `inputs`, then `inputs`, their mean and their inverse standard deviation."""
+    result, mean, inverse = torch.native_layer_norm(inputs, inputs.shape[1:], scale, shift, EPSILON)
+    return result, inputs, mean, inverse
+
+
+def _kept_of(activation: str, layer: tuple[Tensor, ...]) -> int:
+    """Return how many tensors `_forward` keeps of a hidden layer."""
+    return (4 if layer[2:] else 1) + (activation == "gelu")
 
 
 class _Network(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, activation: Activation, members: list[Layers], inputs: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, activation: Activation, norm_last: bool, members: list[Layers], inputs: Tensor, *parameters: Tensor
+    ) -> Tensor:
         inputs = inputs.contiguous()  # with other strides, oneDNN chooses kernels that are many times slower
         hidden: list[Tensor] = []
-        outputs = _forward(activation, inputs, members, hidden)
+        outputs = _forward(activation, norm_last, inputs, members, hidden)
         ctx.save_for_backward(inputs, *hidden, *parameters)  # parameters too, so that autograd notices a change
-        ctx.activation, ctx.members, ctx.ensemble = activation, members, _is_ensemble(parameters[0])
+        ctx.form, ctx.members, ctx.ensemble = (activation, norm_last), members, _is_ensemble(parameters[0])
         return torch.stack(outputs) if ctx.ensemble else outputs[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, *saved = ctx.saved_tensors
-        hidden, members = iter(saved), ctx.members
-        _, _, inputs_need_it, *parameters_need_it = ctx.needs_input_grad
+        hidden, members, (activation, norm_last) = iter(saved), ctx.members, ctx.form
+        _, _, _, inputs_need_it, *parameters_need_it = ctx.needs_input_grad
         of_inputs: Tensor | None = None
         of_parameters: list[list[Tensor]] = []
         for layers, upstream in zip(members, gradient.unbind() if ctx.ensemble else [gradient], strict=True):
             delta = upstream.contiguous()
-            before = [inputs, *itertools.islice(hidden, sum(4 if layer[2:] else 1 for layer in layers[:-1]))]
+            before = [inputs, *itertools.islice(hidden, sum(_kept_of(activation, layer) for layer in layers[:-1]))]
             if any(parameters_need_it):
-                delta, mine = _gradients(ctx.activation, delta, before, layers, inputs_need_it)
+                delta, mine = _gradients(activation, norm_last, delta, before, layers, inputs_need_it)
                 of_parameters.append(mine)
             elif len(members) > 2:
-                delta = _opaque_input_gradient(
-                    ctx.activation, delta, before, [part for layer in layers for part in layer]
-                )
+                parameters = [part for layer in layers for part in layer]
+                delta = _opaque_input_gradient(activation, norm_last, delta, before, parameters)
             else:  # rows are worth less than the loops that a recording joins
-                delta = _input_gradient(ctx.activation, delta, before, layers)
+                delta = _input_gradient(activation, norm_last, delta, before, layers)
             if inputs_need_it:
                 of_inputs = delta if of_inputs is None else of_inputs + delta
         if not any(parameters_need_it):
-            return None, None, of_inputs, *(None for _ in parameters_need_it)
+            return None, None, None, of_inputs, *(None for _ in parameters_need_it)
         if not ctx.ensemble:
-            return None, None, of_inputs, *of_parameters[0]
-        return None, None, of_inputs, *map(torch.stack, zip(*of_parameters, strict=True))
+            return None, None, None, of_inputs, *of_parameters[0]
+        return None, None, None, of_inputs, *map(torch.stack, zip(*of_parameters, strict=True))
 
 
 def _gradients(
     activation: str,
+    norm_last: bool,
     delta: Tensor,
     before: Sequence[Tensor],
     layers: Layers,
@@ -158,50 +181,65 @@ def _gradients(
     `before` has the inputs, and what `_forward` kept.
     """
     kept, of_parameters = iter(before), []
-    saved = [list(itertools.islice(kept, 4 if k > 0 and layers[k - 1][2:] else 1)) for k in range(len(layers))]
+    saved = [list(itertools.islice(kept, _kept_of(activation, layers[k - 1]) if k else 1)) for k in range(len(layers))]
     for k in reversed(range(len(layers))):
-        activations, *normalized = saved[k]
+        result, *rest = saved[k]
         if to_parameters:
-            of_parameters += [delta.sum(0), _weight_gradient(delta, activations)]
+            of_parameters += [delta.sum(0), _weight_gradient(delta, result)]
         if k > 0 or to_inputs:
             delta = linear(delta, layers[k][0].t())
-        if k > 0 and activation == "relu":
-            _RELU_BACKWARD(delta, activations, 0, grad_input=delta)
-        elif k > 0:
-            _TANH_BACKWARD(delta, activations, grad_input=delta)
-        if normalized:
-            sums, *statistics = normalized
-            needed = [True, to_parameters, to_parameters]
-            _, _, scale, shift = layers[k - 1]
-            delta, of_scale, of_shift = torch.ops.aten.native_layer_norm_backward(
-                delta, sums, sums.shape[1:], *statistics, scale, shift, needed
-            )
-            of_parameters += [of_shift, of_scale] if to_parameters else []
+        if k == 0:
+            break
+        norm = layers[k - 1][2:]
+        if norm and norm_last:
+            delta = _norm_gradients(delta, norm, rest, of_parameters if to_parameters else None)
+        of_activation = rest[-1] if activation == "gelu" else rest[0] if norm and norm_last else result
+        _BACKWARD[activation](delta, of_activation, grad_input=delta)
+        if norm and not norm_last:
+            delta = _norm_gradients(delta, norm, rest, of_parameters if to_parameters else None)
     return delta, of_parameters[::-1]
 
 
-def _input_gradient(activation: str, delta: Tensor, before: Sequence[Tensor], layers: Layers) -> Tensor:
+def _norm_gradients(
+    delta: Tensor, norm: Sequence[Tensor], kept: Sequence[Tensor], of_parameters: list[Tensor] | None
+) -> Tensor:
+    """Return the gradient of a layer norm's input. Append those of shift and scale to `of_parameters` if given."""
+    inputs, *statistics = kept[:3]
+    needed = [True, of_parameters is not None, of_parameters is not None]
+    of_inputs, of_scale, of_shift = torch.ops.aten.native_layer_norm_backward(
+        delta, inputs, inputs.shape[1:], *statistics, *norm, needed
+    )
+    if of_parameters is not None:
+        of_parameters += [of_shift, of_scale]
+    return of_inputs  # type: ignore[no-any-return]
+
+
+def _input_gradient(
+    activation: str, norm_last: bool, delta: Tensor, before: Sequence[Tensor], layers: Layers
+) -> Tensor:
     """Return the gradient of one network's inputs, computed for the rows that have one if they are few."""
     rows = _rows_with_a_gradient(delta)
     if rows is None:
-        return _gradients(activation, delta, before, layers, to_inputs=True, to_parameters=False)[0]
+        return _gradients(activation, norm_last, delta, before, layers, to_inputs=True, to_parameters=False)[0]
     chosen = [part[rows] for part in before]
-    delta, _ = _gradients(activation, delta[rows], chosen, layers, to_inputs=True, to_parameters=False)
+    delta, _ = _gradients(activation, norm_last, delta[rows], chosen, layers, to_inputs=True, to_parameters=False)
     return torch.zeros_like(before[0]).index_add_(0, rows, delta)
 
 
 @torch.library.custom_op("onramp::input_gradient", mutates_args=())
 def _opaque_input_gradient(
-    activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]
+    activation: str, norm_last: bool, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> Tensor:
     """Compute `_input_gradient` as one operation for recordings, as its count of rows depends on data."""
-    each = 4 if 2 * len(before) > len(parameters) else 2  # parameters of a hidden layer, with a layer norm or without
+    each = 4 if len(parameters) > 2 and parameters[2].dim() == 1 else 2  # of a hidden layer, with a layer norm or not
     layers = [tuple(parameters[i : i + each]) for i in range(0, len(parameters), each)]
-    return _input_gradient(activation, delta, before, layers)
+    return _input_gradient(activation, norm_last, delta, before, layers)
 
 
 @_opaque_input_gradient.register_fake
-def _(activation: str, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+def _(
+    activation: str, norm_last: bool, delta: Tensor, before: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Tensor:
     return torch.empty_like(before[0])
 
 

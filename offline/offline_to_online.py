@@ -11,6 +11,7 @@ what is sampled after the switch:
 import itertools
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,7 +27,6 @@ from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
 from common.run_folder import has_checkpoint, is_finished, run_config, state_path
-from envs.ogbench import is_task
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
@@ -117,8 +117,8 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     """Return the arguments with the dataset's environment and the domain's presets, which are printed.
 
     The keys of `presets` are domains: locomotion, antmaze, maze2d, adroit, adroit-binary, kitchen or ogbench. A domain
-    without presets gets those of locomotion, and adroit-binary those of adroit. A flag that was given overrides its
-    preset. With `--init-from`, offline steps that the domain would set are 0.
+    without presets gets those of locomotion, and adroit-binary those of adroit. A key with `*` is a pattern of dataset
+    names, which comes first. A given flag overrides its preset. With `--init-from`, a domain's offline steps are 0.
     """
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     env = args.env or recording.env or ""
@@ -126,15 +126,17 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     if env:
         chosen["env"], chosen["env_kwargs"] = recording.evaluation_env(args.env, args.env_settings)
     of = domain(env, args.task)
-    nearest = next((name for name in (of, of.removesuffix("-binary"), "locomotion") if name in presets), None)
+    name = args.task.lower().removeprefix("d4rl/").replace("/", "-")  # Minari's D4RL/pen/human-v2 is pen-human-v2
+    own = next((key for key in presets if "*" in key and fnmatchcase(name, key)), of)
+    nearest = next((key for key in (own, of, of.removesuffix("-binary"), "locomotion") if key in presets), "")
     if args.online_steps and of == "adroit-binary" != domain(env, ""):  # Gymnasium-Robotics pays 10 and -0.1
         log.warning(f"{args.dataset} has sparse rewards, but {env} may not: --env adroit-binary/… does")
     if args.init_from and args.offline_steps is BY_DOMAIN:
         chosen["offline_steps"] = 0
-    found = presets[nearest] if nearest else {}
+    found = presets.get(nearest, {})
     preset = {k: v for k, v in found.items() if isinstance(getattr(args, k), Unset) and k not in chosen}
     if preset:
-        none = "" if nearest == of else f", there is none for {of}"
+        none = "" if nearest in (own, of) else f", there is none for {of}"
         log.info(f"preset for {nearest}{none}: {', '.join(f'{k} {v}' for k, v in preset.items())}")
     return args.filled_in(**chosen, **preset)
 
@@ -142,9 +144,7 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
 def domain(env: str, dataset: str) -> str:
     """Return the domain, as in `with_presets`, by the names of the environment and the dataset."""
     name = f"{env} {dataset}".lower()
-    if is_task(env.rpartition(":")[2]):
-        return "ogbench"
-    words = {"antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
+    words = {"ogbench": "singletask", "antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
     words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
     found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
     binary = "binary" in name or "sparse" in dataset.lower()

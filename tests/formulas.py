@@ -54,6 +54,22 @@ def forward(inputs: Array, weights: list[list[Array]], kept: list[Array] | None 
     return inputs
 
 
+def gelu_forward(inputs: Array, weights: list[list[Array]]) -> Array:
+    """GELU in its tanh form after each hidden layer, then the layer norm if there is one."""
+    for weight, bias, *norm in weights[:-1]:
+        x = inputs @ weight + bias
+        inputs = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        if norm:
+            centred = inputs - inputs.mean(-1, keepdims=True)
+            inputs = norm[0] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + norm[1]
+    return inputs @ weights[-1][0] + weights[-1][1]
+
+
+def joined(network: torch.nn.Module, *parts: Array, member: int | None = None) -> Array:
+    """The outputs of a network with GELU, or of one member of its ensemble, for inputs side by side."""
+    return gelu_forward(np.concatenate(parts, -1), layers(network, member))
+
+
 def values(critic: torch.nn.Module, obs: Array, actions: Array, critics: int) -> list[Array]:
     return [forward(np.concatenate([obs, actions], -1), layers(critic, i))[:, 0] for i in range(critics)]
 

@@ -114,12 +114,20 @@ def test_a_layer_that_would_not_be_computed_is_refused(layer: torch.nn.Module):
         MLP("relu", torch.nn.Linear(3, 4), layer, torch.nn.Linear(4, 1))
 
 
-@pytest.mark.parametrize("layer_norm", [False, True])
+FORMS = {
+    "plain": {}, "norm first": {"layer_norm": True}, "norm last": {"layer_norm": True, "norm_last": True},
+    "gelu": {"activation": "gelu"}, "gelu, norm first": {"activation": "gelu", "layer_norm": True},
+    "gelu, norm last": {"activation": "gelu", "layer_norm": True, "norm_last": True},
+    "tanh, norm last": {"activation": "tanh", "layer_norm": True, "norm_last": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ensemble", [None, 1, 3])
 @pytest.mark.parametrize("needed", ["all", "inputs", "parameters"])
-def test_network_and_its_gradients_equal_layer_by_layer_in_float64(layer_norm: bool, ensemble: int | None, needed: str):
+def test_network_and_its_gradients_equal_layer_by_layer_in_float64(form: str, ensemble: int | None, needed: str):
     """The one node of `common.onednn`, at sizes where oneDNN computes, against plain layers and autograd's own."""
-    net = mlp([23, 256, 200, 12], generator(), ensemble, layer_norm=layer_norm)
+    net = mlp([23, 256, 200, 12], generator(), ensemble, **FORMS[form])
     for parameter in net.parameters():  # so that no scale is 1 and no shift 0
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator(3))
     exact = copy.deepcopy(net).double()
@@ -141,14 +149,12 @@ def test_network_and_its_gradients_equal_layer_by_layer_in_float64(layer_norm: b
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5 * b.grad.abs().max().item())
 
 
-@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("form", ["plain", "norm first", "gelu", "gelu, norm last"])
 @pytest.mark.parametrize("never_smallest", [[], [0, 2], [0, 2, 3, 4]])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_gradient_of_the_smallest_of_many_networks_in_float64(
-    layer_norm: bool, never_smallest: list[int], recorded: bool
-):
+def test_gradient_of_the_smallest_of_many_networks_in_float64(form: str, never_smallest: list[int], recorded: bool):
     """Members pass on the rows that have a gradient, which may be none and may be all."""
-    net = mlp([23, 256, 200, 1], generator(), 5, layer_norm=layer_norm).requires_grad_(False)
+    net = mlp([23, 256, 200, 1], generator(), 5, **FORMS[form]).requires_grad_(False)
     net[-1].bias[never_smallest] += 100.0
     exact = copy.deepcopy(net).double()
     inputs = torch.randn(1024, 23, generator=generator(1), requires_grad=True)
@@ -166,6 +172,33 @@ def test_gradient_of_the_smallest_of_many_networks_in_float64(
     rows = [left[0] for left, right, *_ in products if left[1:] == [256] and 23 in right]
     rounded_up = [-(-count // 32) * 32 for count in net(inputs).argmin(0).flatten().bincount(minlength=5).tolist()]
     assert rows == [count if 2 * count <= 1024 else 1024 for count in rounded_up]
+
+
+@pytest.mark.parametrize("size", [3, 400])
+def test_gelu_then_layer_norm_against_numpy(size: int):
+    """At a size where oneDNN computes and at one where it does not: 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))."""
+    net = mlp([20, 128, 128, 2], generator(), 2, activation="gelu", layer_norm=True, norm_last=True)
+    for parameter in net.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator(3))
+    inputs = torch.randn(size, 20, generator=generator(1))
+    for member in range(2):
+        x = inputs.double().numpy()
+        parts = [part[member].detach().double().numpy() for part in net.parameters()]
+        for weight, bias, scale, shift in (parts[:4], parts[4:8]):
+            x = x @ weight.T + bias
+            x = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+            x = scale * (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6) + shift
+        np.testing.assert_allclose(net(inputs)[member].detach(), x @ parts[8].T + parts[9], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_leaves_out_units_of_every_activation():
+    """Also of GELU, whose kept units are scaled by 1 / (1 - share)."""
+    net = mlp([3, 64, 64], generator(), activation="gelu")
+    net[2] = torch.nn.Identity()
+    inputs = torch.randn(5, 3, generator=generator(1))
+    expected = torch.nn.functional.gelu(net[0](inputs), approximate="tanh")
+    kept = torch.rand(5, 64, generator=generator(2)) >= 0.5
+    torch.testing.assert_close(net.forward_with_dropout(inputs, 0.5, generator(2)), 2 * kept * expected)
 
 
 def test_onednn_computes_the_large_products_where_it_is_there(monkeypatch: pytest.MonkeyPatch):

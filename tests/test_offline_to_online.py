@@ -13,6 +13,7 @@ from algos.iql import PRESETS, Args
 from common.replay_buffer import Batch
 from common.run import Run
 from envs.rollout import Transitions
+from offline.dataset import read
 from offline.offline_to_online import OfflineToOnline, domain, with_presets
 from offline.rewards import RewardTransform
 
@@ -270,10 +271,26 @@ class TestPresets:
             ("Pendulum-v1", "pendulum-random", "locomotion"),  # not pen-
             ("Hopper-v4", "open-loop", "locomotion"),
             ("Hopper-v4", "indoor-runs", "locomotion"),
+            ("", "antmaze-large-navigate-singletask-task1-v0", "ogbench"),  # not D4RL's antmaze
+            ("cube-single-v0", "cube-single-play-singletask-v0", "ogbench"),
         ],
     )
     def test_domains(self, env: str, dataset: str, expected: str) -> None:
         assert domain(env, dataset) == expected
+
+    @pytest.mark.parametrize(
+        ("dataset", "expected"),
+        [("pen-human-v1", 2), ("D4RL/pen/human-v2", 2), ("pen-human-sparse", 3), ("pen-cloned-v1", 1)],
+    )
+    def test_a_pattern_of_names_comes_before_the_domain(
+        self, dataset: str, expected: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        found = read(str(PENDULUM), False, None)
+        monkeypatch.setattr("offline.offline_to_online.read", lambda *_: found)
+        table = {name: {**PRESETS["adroit"], "temperature": value}
+                 for name, value in (("adroit", 1.0), ("pen-human-v*", 2.0), ("adroit-binary", 3.0))}  # fmt: skip
+        assert with_presets(Args(dataset=dataset), table).temperature == expected
+        assert "there is none" not in capsys.readouterr().err
 
     def test_they_fill_in_what_no_flag_says_and_say_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         args = with_presets(Args(dataset=str(PENDULUM), env="AntMaze_UMaze-v4", temperature=3.5), PRESETS)

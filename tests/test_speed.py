@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import json
 import os
 import shlex
@@ -22,7 +23,9 @@ from conftest import PENDULUM, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from algos import fql
 from bench.speed import expo_sampling, step_time
+from bench.speed.fql_loop import Loop as FQLLoop
 from bench.speed.interleaved_timing import (
     Contender,
     ContenderError,
@@ -432,6 +435,34 @@ def test_the_loop_gets_our_environment_and_does_our_products(tmp_path: Path) -> 
         loop.update(batch)
     of_observations = 2 * 10 * n * HIDDEN * o
     assert counter.get_total_flops() == sum(p.flops for p in PRODUCTS["wsrl"](o, a)) + of_observations
+
+
+@pytest.mark.parametrize(("algo", "hidden"), [("fql", [512] * 4), ("fql-small", [256] * 3)])
+def test_fqls_loop_gets_our_dataset_and_computes_our_losses(algo: str, hidden: list[int], tmp_path: Path) -> None:
+    """With the same weights and noise, with the preset for random data."""
+    lines = commands(Args(algo=algo), tmp_path)
+    assert list(lines) == ["ours", "loop"]
+    assert lines["loop"][1:] == ["bench/speed/fql_loop.py", *map(str, hidden), str(tmp_path / "data.hdf5")]
+    assert str(tmp_path / "data.hdf5") in lines["ours"]
+    found = fql.Args(dataset="none.hdf5", **fql.PRESETS["locomotion"])
+    assert (found.hidden if algo == "fql" else tuple(hidden)) == tuple(hidden)
+    agent, loop = (
+        fql.FQL(dataclasses.replace(found, hidden=(16, 16)), 17, 6, torch.device("cpu")),
+        FQLLoop(17, 6, [16, 16]),
+    )
+    for ours, theirs in ((agent.flow.net, loop.flow), (agent.actor.net, loop.actor)):
+        theirs.load_state_dict(ours.state_dict())
+    for ours, theirs in ((agent.critic, loop.critics), (agent.target_critic, loop.targets)):
+        for i, net in enumerate(theirs):
+            net.load_state_dict({name: value[i] for name, value in ours.net.state_dict().items()})
+    batch = Batch(torch.randn(40, 17), torch.rand(40, 6), torch.randn(40), torch.randn(40, 17), torch.zeros(40))
+    draw, state = agent.generator, agent.generator.get_state()
+    noise = torch.randn(40, 6, generator=draw)
+    t = torch.rand(40, 1, generator=draw)
+    expected = loop.critic_loss(batch, noise), loop.flow_loss(batch, noise, t), loop.actor_loss(batch, noise)
+    for loss, by_loop in zip((agent.critic_loss, agent.flow_loss, agent.actor_loss), expected, strict=True):
+        draw.set_state(state)
+        torch.testing.assert_close(loss(batch)[0], by_loop)
 
 
 def test_expos_samples_drawn_one_by_one_are_those_of_the_batch() -> None:

@@ -72,7 +72,7 @@ class Algorithm:
     @property
     def offline(self) -> bool:
         """Return whether gradient steps are counted instead of environment steps."""
-        return "d3rlpy" in self.peers
+        return "count_updates" in self.ours
 
 
 MODULES = {"sb3": "stable_baselines3", "sbx": "sbx", "d3rlpy": "d3rlpy"}
@@ -127,6 +127,20 @@ ALGORITHMS = {
         dataset=True,
         loop="bench/speed/wsrl_loop.py",
     ),
+    "fql": Algorithm(
+        ours="bench/speed/count_updates.py algos/fql.py",
+        warm_steps=WARM_UPDATES,
+        peers=("loop",),
+        dataset=True,
+        loop="bench/speed/fql_loop.py 512 512 512 512",
+    ),
+    "fql-small": Algorithm(
+        ours="bench/speed/count_updates.py algos/fql.py --hidden 256 256 256",
+        warm_steps=WARM_UPDATES,
+        peers=("loop",),
+        dataset=True,
+        loop="bench/speed/fql_loop.py 256 256 256",
+    ),
     "expo": Algorithm(  # its base samples alone, against drawing them one by one
         ours="bench/speed/expo_sampling.py recorded",
         warm_steps=WARM_UPDATES,
@@ -141,9 +155,9 @@ ALGORITHMS = {
 class Args:
     """Programs and duration of the measurement."""
 
-    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "expo"] = "sac"
-    """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy.
-    wsrl (online) and expo (base samples) are compared with a plain loop."""
+    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "fql", "fql-small", "expo"] = "sac"
+    """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy. wsrl (online), fql (on a dataset,
+    512 × 4 or small 256 × 3) and expo (base samples) are compared with a plain loop."""
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers, or the dataset's."""
     num_envs: int = 1
@@ -218,7 +232,7 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
             lines[name][ours.index("--run-dir") + 1] = str(folder / RUNS[name])
     for peer in peers(args):
         if peer == "loop":
-            lines[peer] = [sys.executable, *shlex.split(algorithm.loop), env_id]
+            lines[peer] = [sys.executable, *shlex.split(algorithm.loop), data if algorithm.offline else env_id]
             continue
         theirs = dict(algorithm.arguments)
         if "n_steps" in theirs:  # the libraries count the steps of each environment

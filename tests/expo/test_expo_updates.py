@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import same
+from conftest import PENDULUM, same
 from expo_agents import E, float32_agent, float32_batch, make_agent
 from formulas import assert_targets_follow_each_step, make_batch, parameters
 
@@ -15,6 +15,8 @@ from common.arguments import Unset
 from common.checkpoint import restore, state_of
 from common.networks import EnsembleLinear, LayerNorm
 from common.replay_buffer import Batch, ReplayBuffer
+from offline.dataset import read
+from offline.offline_to_online import with_presets
 
 
 class TestUpdate:
@@ -211,12 +213,39 @@ def test_presets_fill_what_is_left_open(domain: str, size: str) -> None:
 )
 def test_presets_are_the_authors(domain: str, expected: tuple[float, ...]) -> None:
     found = PRESETS[domain]
+    assert found["gamma"] == 0.99
     names = ("offline_steps", "edit_scale", "target_critics", "dropout", "random_steps", "reward_shift")
     assert tuple(found[name] for name in names) == expected
 
 
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [  # β, γ, and one critic for a ρ of 0: experiments/reproduce.py of QAM, FEDIT
+        ("puzzle-3x3-play", (0.2, 0.99, 2)),
+        ("scene-play", (0.2, 0.99, 2)),
+        ("cube-double-play", (0.2, 0.99, 2)),
+        ("antmaze-large-navigate", (0.2, 0.99, 2)),
+        ("humanoidmaze-medium-navigate", (0.5, 0.995, 1)),
+        ("cube-triple-play", (0.3, 0.99, 2)),
+        ("cube-quadruple-play", (0.4, 0.99, 2)),
+        ("puzzle-4x4-play", (0.8, 0.99, 2)),
+        ("antmaze-giant-navigate", (0.3, 0.995, 2)),
+        ("humanoidmaze-large-navigate", (0.1, 0.995, 1)),
+    ],
+)
+def test_presets_of_ogbench_are_fedits(
+    dataset: str, expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pendulum = read(str(PENDULUM), False, None)
+    monkeypatch.setattr("offline.offline_to_online.read", lambda *_: pendulum)  # the names alone choose
+    args = with_presets(Args(dataset=f"{dataset}-singletask-task1-v0", **SIZES["wide"]), PRESETS)
+    assert (args.edit_scale, args.gamma, args.target_critics) == expected
+    assert (args.offline_steps, args.reward_shift, args.random_steps) == (1_000_000, 0, 0)
+    assert (args.hidden, args.critics, args.batch_size, args.utd) == ((512,) * 4, 10, 256, 1)
+
+
 def test_defaults_and_size_are_the_papers() -> None:
-    args = Args(dataset="none.hdf5", **SIZES["paper"])
+    args = Args(dataset="none.hdf5", **SIZES["paper"], gamma=PRESETS["locomotion"]["gamma"])
     assert (args.size, args.policy, args.utd, args.batch_size) == ("paper", "diffusion", 20, 256)
     assert (args.hidden, args.width, args.blocks, args.critics) == ((256, 256, 256), 256, 3, 10)
     assert (args.denoising_steps, args.base_samples, args.edits) == (10, 8, 8)
