@@ -8,7 +8,7 @@ Fujimoto, van Hoof and Meger 2018, arXiv 1802.09477.
 
 β₁ and β₂ are the authors' for each dataset. For another dataset, try several. Online, β₂ is 0 and β₁ falls to a half,
 as in the authors' code. Differences from that code:
-- The critics' layer norms come before the activations, and the target actor follows the actor without a delay.
+- The target actor follows the actor without a delay.
 - The last transition of a truncated episode is kept. No action follows it, so its target has no penalty.
 - The dataset's actions are clipped to ±(1 - 1e-5).
 """
@@ -153,7 +153,7 @@ class REBRAC:
         self.target_actor.load_state_dict(self.actor.state_dict())
         self.update_target_actor = SoftUpdate(self.target_actor, self.actor, args.tau)
         sizes = [obs_dim + action_dim, *args.hidden, 1]
-        nets = [mlp(sizes, initializer, args.critics, layer_norm=True) for _ in range(2)]
+        nets = [mlp(sizes, initializer, args.critics, layer_norm=True, norm_last=True) for _ in range(2)]
         self.critic, self.target_critic = (Critic(initialized(net, 3e-3, initializer)).to(device) for net in nets)
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)

@@ -42,16 +42,23 @@ def layers(network: torch.nn.Module, member: int | None = None) -> list[list[Arr
     return found
 
 
-def forward(inputs: Array, weights: list[list[Array]], kept: list[Array] | None = None) -> Array:
-    """`kept`: with dropout, what each hidden layer's units are multiplied by."""
+def forward(
+    inputs: Array, weights: list[list[Array]], kept: list[Array] | None = None, norm_last: bool = False
+) -> Array:
+    """`kept`: with dropout, what each hidden layer's units are multiplied by. `norm_last`: norms follow activations."""
     for i, (weight, bias, *norm) in enumerate(weights):
         inputs = inputs @ weight + bias
-        if norm:
-            centred = inputs - inputs.mean(-1, keepdims=True)
-            inputs = norm[0] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + norm[1]
+        inputs = normed(inputs, *norm) if norm and not norm_last else inputs
         if i < len(weights) - 1:
             inputs = np.maximum(inputs, 0) * (kept[i] if kept else 1.0)
+        inputs = normed(inputs, *norm) if norm and norm_last else inputs
     return inputs
+
+
+def normed(inputs: Array, scale: Array, shift: Array) -> Array:
+    """Layer normalisation."""
+    centred = inputs - inputs.mean(-1, keepdims=True)
+    return scale * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + shift
 
 
 def gelu_forward(inputs: Array, weights: list[list[Array]]) -> Array:
@@ -59,9 +66,7 @@ def gelu_forward(inputs: Array, weights: list[list[Array]]) -> Array:
     for weight, bias, *norm in weights[:-1]:
         x = inputs @ weight + bias
         inputs = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-        if norm:
-            centred = inputs - inputs.mean(-1, keepdims=True)
-            inputs = norm[0] * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) + norm[1]
+        inputs = normed(inputs, *norm) if norm else inputs
     return inputs @ weights[-1][0] + weights[-1][1]
 
 
@@ -70,8 +75,9 @@ def joined(network: torch.nn.Module, *parts: Array, member: int | None = None) -
     return gelu_forward(np.concatenate(parts, -1), layers(network, member))
 
 
-def values(critic: torch.nn.Module, obs: Array, actions: Array, critics: int) -> list[Array]:
-    return [forward(np.concatenate([obs, actions], -1), layers(critic, i))[:, 0] for i in range(critics)]
+def values(critic: torch.nn.Module, obs: Array, actions: Array, critics: int, norm_last: bool = False) -> list[Array]:
+    inputs = np.concatenate([obs, actions], -1)
+    return [forward(inputs, layers(critic, i), norm_last=norm_last)[:, 0] for i in range(critics)]
 
 
 def parameters(agent: object) -> list[tuple[str, torch.Tensor]]:

@@ -58,8 +58,8 @@ def test_critic_loss_equals_an_independent_formula(critics: int, penalty: float)
     generator.set_state(agent.generator.get_state())
     noise = np.clip(0.8 * torch.randn(40, 2, generator=generator).double().numpy(), -0.5, 0.5)
     smoothed = np.clip(policy(agent.target_actor, next_obs) + noise, -1, 1)
-    smallest = np.min(values(agent.target_critic, next_obs, smoothed, critics), axis=0)
-    predicted = values(agent.critic, obs, actions, critics)
+    smallest = np.min(values(agent.target_critic, next_obs, smoothed, critics, norm_last=True), axis=0)
+    predicted = values(agent.critic, obs, actions, critics, norm_last=True)
     assert batch.next_actions is not None
     losses = []
     for i in range(40):
@@ -86,7 +86,7 @@ def terms(agent: REBRAC, obs: Array, actions: Array, critics: int = 2) -> tuple[
     """Return min Q [batch] of the policy's actions, and their mean squared distance, the sum over dimensions."""
     chosen = policy(agent.actor, obs)
     distances = [sum((chosen[i, j] - actions[i, j]) ** 2 for j in range(2)) for i in range(len(obs))]
-    return np.min(values(agent.critic, obs, chosen, critics), axis=0), float(np.mean(distances))
+    return np.min(values(agent.critic, obs, chosen, critics, norm_last=True), axis=0), float(np.mean(distances))
 
 
 @pytest.mark.parametrize(("critics", "penalty"), [(1, 0.01), (2, 0.01), (5, 0.3)])

@@ -41,6 +41,7 @@ from bench.speed.interleaved_timing import read_rounds
 from common.command_line import command_line
 from common.messages import print_result
 from common.policy_file import SUFFIX, read_policy
+from common.run_folder import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -115,19 +116,23 @@ def algorithms_table() -> Table:
     table = Table(
         ["algorithm", "paper", "file, lines", "data", f"return on {HEADLINE[0]}, {HEADLINE[1]:,} steps", "speed"]
     )
+    ran = {json.loads(config.read_text())["algo"] for config in RESULTS.rglob(CONFIG)}
     for path in sorted((ROOT / "algos").glob("*.py")):
         text = path.read_text()
         if not (title := ast.get_docstring(ast.parse(text))):
             continue
         name, paper = path.stem, re.search(r"arXiv (\d+\.\d+)", title)
         seeds, theirs = (runs.get((name, HEADLINE[0]), {}) for runs in (online(), published()))
-        returns = f"[on our own datasets](docs/{'offline.md' if name in ALGORITHMS else f'{name}.md#results'})"
+        results = f"[on our own datasets](docs/{'offline.md' if name in ALGORITHMS else f'{name}.md#results'})"
+        returns = results if name in ran else "not run"
         if seeds:
             returns = f"{spread_at(seeds, HEADLINE[1])}; published {spread_at(theirs, HEADLINE[1])}"
+        heading = (ROOT / "docs" / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
+        label = heading if heading.lower().replace("+", "_") == name else name.upper()
         data = "offline to online" if "OfflineArgs" in text else "online"
         table.rows.append(
             [
-                f"[{name.upper().replace('_BC', '+BC')}](docs/{name}.md)",
+                f"[{label}](docs/{name}.md)",
                 f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "",
                 f"[`algos/{name}.py`](algos/{name}.py), {len(text.splitlines())}",
                 data,
