@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ from common.errors import InputError
 from envs.vector import Array
 
 INSTALL = "pip install -e '.[ogbench]'"
+if sys.version_info >= (3, 13):
+    INSTALL = "use Python 3.11 or 3.12, because its dependency labmaze has no wheel for later ones"
 _FAMILIES = "pointmaze|antmaze|humanoidmaze|antsoccer|cube|scene|puzzle"
 
 
