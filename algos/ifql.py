@@ -174,11 +174,11 @@ class IFQL:
         """Take one gradient step with each network, then move the target critics."""
         batch = batch.map_obs(self.obs_normalizer)
         # As in the authors' code, the critics learn from V before its step (algos/iql.py has V after it).
-        value_loss, value_metrics = self.value_loss(batch)
         critic_loss, critic_metrics = self.critic_loss(batch)
-        flow_loss, flow_metrics = self.flow_loss(batch)
-        self.value_optimizer.minimize(value_loss)
         self.critic_optimizer.minimize(critic_loss)
+        value_loss, value_metrics = self.value_loss(batch)
+        self.value_optimizer.minimize(value_loss)
+        flow_loss, flow_metrics = self.flow_loss(batch)
         self.flow_optimizer.minimize(flow_loss)
         self.update_target_critic()
         return value_metrics | critic_metrics | flow_metrics
