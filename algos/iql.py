@@ -80,10 +80,12 @@ class Args(OfflineArgs):
 LOCOMOTION = {
     "expectile": 0.7, "temperature": 3.0, "dropout": 0.0, "normalize_returns": True, "reward_shift": 0.0,
 }  # fmt: skip
+ANTMAZE = LOCOMOTION | {"expectile": 0.9, "temperature": 10.0, "normalize_returns": False, "reward_shift": -1.0}
 ADROIT = LOCOMOTION | {"temperature": 0.5, "dropout": 0.1, "normalize_returns": False}
 PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LOCOMOTION,
-    "antmaze": LOCOMOTION | {"expectile": 0.9, "temperature": 10.0, "normalize_returns": False, "reward_shift": -1.0},
+    "antmaze": ANTMAZE,
+    "ogbench": ANTMAZE | {"reward_shift": 0.0},  # of FQL's authors, whose networks have four hidden layers of 512
     "adroit": ADROIT,
     "kitchen": ADROIT,
 }
