@@ -101,7 +101,7 @@ class Args(OfflineArgs):
     """Learning rate of the critics."""
     alpha_lr: float = 3e-4
     """Learning rate of the temperature."""
-    adjust_target_entropy: bool = False
+    adjust_target_entropy: bool = BY_DOMAIN
     """Use a target entropy that every edit scale can reach: that of the edits before scaling."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward."""
@@ -125,12 +125,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 LOCOMOTION = {
     "offline_steps": 0, "random_steps": 5_000, "target_critics": 2, "dropout": 0.0, "edit_scale": 0.05,
-    "gamma": 0.99, "reward_shift": 0.0}  # fmt: skip
+    "gamma": 0.99, "adjust_target_entropy": False, "reward_shift": 0.0}  # fmt: skip
 ADROIT = LOCOMOTION | {"dropout": 0.1, "edit_scale": 0.7, "random_steps": 0}
 # FEdit of Li and Levine 2026 (arXiv 2601.14234, experiments/reproduce.py in ColinQiyangLi/qam) is EXPO's edit policy on
 # a flow, with the target mean - ρ σ of ten critics. The smaller of two drawn critics is 0.56 σ below the mean on
-# average, which stands for their ρ of 0.5, and one critic for their ρ of 0.
-OGBENCH = LOCOMOTION | {"offline_steps": 1_000_000, "random_steps": 0, "edit_scale": 0.2}
+# average, which stands for their ρ of 0.5, and one critic for their ρ of 0. Their target entropy is that of the edits
+# before scaling.
+OGBENCH = LOCOMOTION | {
+    "offline_steps": 1_000_000, "random_steps": 0, "edit_scale": 0.2, "adjust_target_entropy": True}  # fmt: skip
 HUMANOID = OGBENCH | {"target_critics": 1, "edit_scale": 0.1, "gamma": 0.995}
 PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have no locomotion, maze2d or dense adroit
     "locomotion": LOCOMOTION,
@@ -139,12 +141,12 @@ PRESETS: dict[str, dict[str, Any]] = {  # the authors' scripts; they have no loc
     "adroit": ADROIT,
     "adroit-binary": ADROIT,
     "ogbench": OGBENCH,
-    "cube-triple-*": OGBENCH | {"edit_scale": 0.3},
-    "cube-quadruple-*": OGBENCH | {"edit_scale": 0.4},
-    "puzzle-4x4-*": OGBENCH | {"edit_scale": 0.8},
-    "antmaze-giant-navigate-*": OGBENCH | {"edit_scale": 0.3, "gamma": 0.995},
-    "humanoidmaze-medium-*": HUMANOID | {"edit_scale": 0.5},
-    "humanoidmaze-*": HUMANOID,
+    "cube-triple-*singletask*": OGBENCH | {"edit_scale": 0.3},
+    "cube-quadruple-*singletask*": OGBENCH | {"edit_scale": 0.4},
+    "puzzle-4x4-*singletask*": OGBENCH | {"edit_scale": 0.8},
+    "antmaze-giant-navigate-*singletask*": OGBENCH | {"edit_scale": 0.3, "gamma": 0.995},
+    "humanoidmaze-medium-*singletask*": HUMANOID | {"edit_scale": 0.5},
+    "humanoidmaze-*singletask*": HUMANOID,
 }
 
 

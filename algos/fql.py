@@ -82,14 +82,16 @@ UNTUNED = OGBENCH | {"alpha": 1.0, "normalize_q": True}  # ours, for domains wit
 PRESETS: dict[str, dict[str, Any]] = {  # the authors' commands
     "locomotion": UNTUNED,
     "adroit-binary": UNTUNED,
-    "ogbench": OGBENCH,
-    "puzzle-*": OGBENCH | {"alpha": 1000.0},
-    "antmaze-large-navigate-*": GIANT | {"gamma": 0.99},
-    "antmaze-giant-navigate-*": GIANT,
-    "humanoidmaze-*": OGBENCH | {"alpha": 30.0, "gamma": 0.995},
-    "antsoccer-*": OGBENCH | {"alpha": 10.0, "gamma": 0.995},
+    "ogbench": UNTUNED,
+    "cube-*singletask*": OGBENCH,
+    "scene-*singletask*": OGBENCH,
+    "puzzle-*singletask*": OGBENCH | {"alpha": 1000.0},
+    "antmaze-large-navigate-*singletask*": GIANT | {"gamma": 0.99},
+    "antmaze-giant-navigate-*singletask*": GIANT,
+    "humanoidmaze-*singletask*": OGBENCH | {"alpha": 30.0, "gamma": 0.995},
+    "antsoccer-*singletask*": OGBENCH | {"alpha": 10.0, "gamma": 0.995},
     "antmaze": ANTMAZE,
-    "antmaze-large-[dp]*": ANTMAZE | {"alpha": 3.0},  # diverse and play, of D4RL
+    "antmaze-large-[dp]*-v*": ANTMAZE | {"alpha": 3.0},  # diverse and play, of D4RL
     "adroit": ADROIT,
     "pen-human-v*": ADROIT | {"alpha": 1e4},
     "pen-cloned-v*": ADROIT | {"alpha": 1e4},
@@ -98,8 +100,8 @@ PRESETS: dict[str, dict[str, Any]] = {  # the authors' commands
     "relocate-human-v*": ADROIT | {"alpha": 1e4},
 }
 ONLINE: dict[str, dict[str, Any]] = {  # what they change if online steps follow
-    "humanoidmaze-*": {"alpha": 100.0}, "antsoccer-*": {"alpha": 30.0},
-    **{name: {"offline_steps": 1_000_000} for name in ("antmaze", "antmaze-large-[dp]*")},
+    "humanoidmaze-*singletask*": {"alpha": 100.0}, "antsoccer-*singletask*": {"alpha": 30.0},
+    **{name: {"offline_steps": 1_000_000} for name in ("antmaze", "antmaze-large-[dp]*-v*")},
     **{f"{task}-cloned-v*": ADROIT | {"offline_steps": 1_000_000, "alpha": 1e3} for task in ("pen", "door", "hammer")},
     "relocate-cloned-v*": ADROIT | {"offline_steps": 1_000_000, "alpha": 1e4},
 }  # fmt: skip

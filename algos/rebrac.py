@@ -7,7 +7,8 @@ Fujimoto, van Hoof and Meger 2018, arXiv 1802.09477.
     python algos/rebrac.py --dataset antmaze-medium-play-v2 --online-steps 1000000
 
 β₁ and β₂ are the authors' for each dataset. For another dataset, try several. Online, β₂ is 0 and β₁ falls to a half,
-as in the authors' code. Differences from that code:
+as in CORL's fine-tuning. Differences from the authors' code:
+- In theirs, β₁ falls to 0 online, and actions have noise of 0.03.
 - The target actor follows the actor without a delay.
 - The last transition of a truncated episode is kept. No action follows it, so its target has no penalty.
 - The dataset's actions are clipped to ±(1 - 1e-5).
@@ -85,11 +86,12 @@ LOCOMOTION = {
     "batch_size": 1024, "target_noise": 0.2, "reward_scale": 1.0}  # fmt: skip
 OTHER = LOCOMOTION | {"actor_lr": 3e-4, "critic_lr": 3e-4, "batch_size": 256}
 MAZE = OTHER | {"gamma": 0.999, "critic_lr": 5e-5, "reward_scale": 100.0}
-PRESETS: dict[str, dict[str, Any]] = {
+DOMAINS: dict[str, dict[str, Any]] = {
     "locomotion": LOCOMOTION,
     "antmaze": MAZE | {"actor_penalty": 0.002, "critic_penalty": 0.001},
     "maze2d": OTHER | {"actor_penalty": 0.003, "critic_penalty": 0.001},
     "adroit": OTHER | {"actor_penalty": 0.1},
+    "ogbench": OTHER | {"critic_penalty": 0.0},
 }
 MIXES = ("random", "medium", "medium-replay", "medium-expert", "expert", "full-replay")
 MAZES = ("umaze", "umaze-diverse", "medium-play", "medium-diverse", "large-play", "large-diverse")
@@ -107,20 +109,16 @@ OGBENCH = {  # β₁ and the target's noise, with β₂ = 0: ColinQiyangLi/qam; 
     "humanoidmaze-large": (0.01, 0.1), "scene": (0.03, 0.0), "puzzle-3x3": (0.1, 0.0), "puzzle-4x4": (0.01, 0.2),
     "cube-single": (1.0, 0.2), "cube-double": (0.01, 0.0), "cube-triple": (0.01, 0.2), "cube-quadruple": (0.01, 0.2),
 }  # fmt: skip
-
-
-def presets(task: str) -> dict[str, dict[str, Any]]:
-    """Return `PRESETS` with the settings of the dataset `task`, if it has its own."""
-    own: dict[str, Any] = {}
-    for robot, (kinds, *penalties) in D4RL.items():
-        for kind, actor, critic in zip(kinds, *penalties, strict=True):
-            if task.startswith(f"{robot}-{kind}-v"):
-                own = {"actor_penalty": actor, "critic_penalty": critic}
-    for name, (actor, noise) in OGBENCH.items():
-        if task.startswith(f"{name}-") and "-singletask" in task:
-            gamma = 0.995 if "giant" in name or "humanoid" in name else 0.99
-            own = OTHER | {"actor_penalty": actor, "critic_penalty": 0.0, "gamma": gamma, "target_noise": noise}
-    return {domain: preset | own for domain, preset in PRESETS.items()}
+OF = {"antmaze": "antmaze", **dict.fromkeys(("pen", "door", "hammer", "relocate"), "adroit")}
+PRESETS = DOMAINS | {
+    f"{robot}-{kind}-v*": DOMAINS[OF.get(robot, "locomotion")] | {"actor_penalty": actor, "critic_penalty": critic}
+    for robot, (kinds, *penalties) in D4RL.items()
+    for kind, actor, critic in zip(kinds, *penalties, strict=True)
+} | {
+    f"{name}-*singletask*": DOMAINS["ogbench"] | {"actor_penalty": actor, "target_noise": noise}
+    | {"gamma": 0.995 if name.startswith(("antmaze-giant", "humanoidmaze")) else 0.99}
+    for name, (actor, noise) in OGBENCH.items()
+}  # fmt: skip
 
 
 def initialized(net: MLP, bound: float, generator: torch.Generator) -> MLP:
@@ -223,7 +221,7 @@ class REBRAC:
 
 @returns_result
 def train(args: Args) -> Result:
-    args = with_presets(args, presets(args.task))
+    args = with_presets(args, PRESETS)
     run = Run("rebrac", args)
     rewards = RewardTransform(args.reward_scale, args.reward_shift)
     data = OfflineToOnline(args, run, rewards, next_actions=args.critic_penalty > 0)

@@ -262,7 +262,7 @@ def linear(
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: Activation | Literal["swish"] | None = None,
+    activation: Literal["relu", "tanh", "swish"] | None = None,  # not gelu, whose tanh form oneDNN would need to know
 ) -> Tensor:
     """Return activation(inputs [..., k] times the transpose of weight [n, k], plus bias [n]), outside of autograd."""
     if (

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import statistics
 import zlib
 from collections import defaultdict
@@ -20,6 +21,7 @@ from common.evaluate import Episode
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
 LOCK = ".lock"
+DATASET_FILES = (".hdf5", ".h5")
 POLICY_FOLDER = "policy"  # folder of best.safetensors and last.safetensors
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 
@@ -60,8 +62,17 @@ def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:
     A path is shortened to its last part, or to the last three if that part is a seed. The run's own folder is left out.
     """
     paths = {name: Path(str(arguments[name])) for name in ("dataset", "init_from") if arguments.get(name)}
+    if "dataset" in paths and paths["dataset"].suffix not in DATASET_FILES:
+        del paths["dataset"]  # an id
     short = {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
     return {name: value for name, value in arguments.items() if name != "run_dir"} | short
+
+
+def task_name(arguments: dict[str, Any]) -> str:
+    """Return a run's environment or dataset as the names of folders and policies have it."""
+    dataset = Path(arguments.get("dataset") or "")
+    task = dataset.stem if dataset.suffix in DATASET_FILES else arguments.get("dataset") or arguments["env"]
+    return re.sub("[^A-Za-z0-9_.-]+", "_", task)
 
 
 def read_evaluations(path: Path) -> list[dict[str, str]]:

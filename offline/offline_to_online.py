@@ -89,7 +89,7 @@ class OfflineArgs(OffPolicyArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.dataset:
-            raise InputError("--dataset is missing: give a D4RL id, a Minari id or the path of a file (docs/data.md)")
+            raise InputError("--dataset is missing: give an id, an OGBench task or the path of a file (docs/data.md)")
         if self.offline_steps == 0 == self.online_steps:
             raise InputError("--offline-steps and --online-steps are both 0: give one of them")
         if self.weighting != "none" and self.retain == "none" and self.offline_steps == 0:
@@ -173,10 +173,9 @@ class OfflineToOnline(checkpoint.Part):
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
         `discount`: batches get returns-to-go with it (Cal-QL). An online episode is then sampled once it is finished.
         `failure`: as in `Dataset.return_to_go`, but as a raw reward. `next_actions`: offline batches get those of
-        `Dataset.next_actions`. `online_returns`: false if returns-to-go are
-        needed only before the switch. `online_batch`: size of an online batch, by default `args.batch_size`, as
-        offline. `wait_for_full_batch`: the first online update waits until there are more online transitions than a
-        batch takes, as in WSRL's code. Otherwise half of the first batches would be one transition.
+        `Dataset.next_actions`. `online_returns`: false if returns-to-go are needed only before the switch.
+        `online_batch`: size of an online batch, by default `args.batch_size`. `wait_for_full_batch`: the first online
+        update waits for more transitions than it takes, as in WSRL. Else half of the first batches is one transition.
 
         Raises InputError as `load` does, and if the dataset's environment is unknown.
         """
@@ -214,8 +213,9 @@ class OfflineToOnline(checkpoint.Part):
         share = self._set_batch_sizes(offline=args.batch_size, online=online_batch or args.batch_size)
         self._first_batch = (share if wait_for_full_batch else 0) if self._offline_share < 1.0 else -1
         other = dataset.env and self.env != dataset.env  # its rewards may differ
-        of_env = reference(self.env) if is_plain(self.env, self.settings) else None
-        run.score = scorer(self.env, (of_env if other else None) or dataset.reference or of_env)
+        plain = is_plain(self.env, self.settings)  # a variant has the scores of its own dataset only
+        of_env, own = reference(self.env) if plain else None, dataset.reference if plain or not other else None
+        run.score = scorer(self.env, (of_env if other else None) or own or of_env) if plain or own else None
         self._report(run)
 
     def _set_batch_sizes(self, offline: int, online: int) -> int:

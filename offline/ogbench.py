@@ -124,6 +124,9 @@ def require_task(file: Archive, goal: Goal, name: str) -> int:
     if missing := [key for key in (*goal.widths, "terminals") if key not in file]:
         raise InputError(f"{file.path} has no {', '.join(missing)}: it is not OGBench's file for {name}")
     rows = file.shape("terminals")[0]
+    for key in ("terminals", *(["valids"] if "valids" in file else [])):
+        if file.shape(key) != (rows,):
+            raise InputError(f"{file.path}: {key} has shape {file.shape(key)}, not ({rows},): put a whole copy there")
     for key, width in goal.widths.items():
         if len(shape := file.shape(key)) != 2 or shape[1] != width:
             raise InputError(
@@ -160,7 +163,7 @@ def read(dataset_id: str, path: Path | None = None) -> RawDataset:
     bound = np.ones(goal.widths["actions"])
 
     def blocks() -> Iterator[TransitionBlock]:
-        first, obs, actions = 0, np.empty((0, goal.widths["observations"])), np.empty((0, len(bound)))
+        first, obs, actions = 0, *(np.empty((0, n), np.float32) for n in (goal.widths["observations"], len(bound)))
         parts = (file.blocks(key, BLOCK_ROWS) for key in ("observations", "actions"))
         for more_obs, more_actions in zip(*parts, strict=True):
             obs, actions = (np.concatenate(pair) for pair in ((obs, more_obs), (actions, more_actions)))

@@ -113,7 +113,11 @@ class RawDataset(Episodes):
 def nearest(name: str, known: list[str]) -> str:
     """Return the known ids that look like `name`, as the end of an error message."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f": did you mean {', '.join(close)}?" if close else ": give a D4RL id, a Minari id or the path of a file"
+    return (
+        f": did you mean {', '.join(close)}?"
+        if close
+        else ": give a D4RL or Minari id, an OGBench task or the path of a file"
+    )
 
 
 def named_environment(name: str) -> dict[str, str]:

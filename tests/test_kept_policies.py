@@ -10,6 +10,7 @@ from conftest import ROOT, module
 
 from common.errors import InputError
 from common.policy_file import read_policy
+from common.run_folder import task_name, without_folders
 from tools import keep_policy, policies
 from tools.keep_policy import TO_REPORT, Args, main, name_of, returns_of
 from tools.policies import read_trained
@@ -55,6 +56,19 @@ def test_the_best_is_kept(small: Callable[..., Any], tmp_path: Path, monkeypatch
     assert facts["returns"] == returns_of(read_trained("sac/Pendulum-v1"), 2, 4)
     with pytest.raises(InputError, match="is a policy of sac/Pendulum-v1: give runs of td3/Pendulum-v1"):
         main(Args("td3/Pendulum-v1", (str(runs[0]),)))
+
+
+def test_an_id_is_not_shortened_like_a_path() -> None:
+    """Minari's ids hold slashes, and the last parts of two can be equal."""
+    for dataset, name in (
+        ("D4RL/pen/human-v2", "D4RL_pen_human-v2"),
+        ("minari:mujoco/hopper/medium-v0", "minari_mujoco_hopper_medium-v0"),
+        ("/home/me/data/mine.hdf5", "mine"),
+    ):
+        arguments = without_folders({"dataset": dataset, "env": "Hopper-v4", "run_dir": "/home/me/runs/1"})
+        assert task_name(arguments) == name
+        assert "/home" not in str(arguments)
+    assert task_name({"env": "Hopper-v4"}) == "Hopper-v4"
 
 
 def test_a_policy_of_a_dataset_has_the_datasets_name(

@@ -163,19 +163,20 @@ def test_without_the_wrapper_a_maze_is_not_reproducible() -> None:
     assert (starts[0] != starts[1]).any()
 
 
-def test_a_run_scores_success_in_per_cent(folder: Path) -> None:
-    """`success` is filled, and the score is 100 times success, whatever the return."""
+@pytest.mark.parametrize(("settings", "scored"), [("{}", "0.0"), ('{"max_episode_steps": 5}', "")])
+def test_a_run_scores_success_in_per_cent(settings: str, scored: str, folder: Path) -> None:
+    """`success` is filled, and the score is 100 times success, whatever the return. A variant has no score."""
     from algos import bc
 
     save(folder, "pointmaze-medium-navigate-v0", random_rows("pointmaze-medium-singletask-v0"))
     dataset = "pointmaze-medium-navigate-singletask-v0"
     args = bc.Args(
-        dataset=dataset, offline_steps=2, eval_every=2, eval_episodes=2, hidden=(4,), device="cpu",
-        env_kwargs='{"max_episode_steps": 5}', run_dir=folder / "run",
+        dataset=dataset, offline_steps=2, eval_every=2, eval_episodes=1, hidden=(4,), device="cpu",
+        env_kwargs=settings, run_dir=folder / "run",
     )  # fmt: skip
     bc.train(args)
     rows = list(csv.DictReader((folder / "run" / "evaluations.csv").open()))
-    assert [(row["step"], row["success"], float(row["normalized_score"])) for row in rows][2:] == [("0", "0", 0.0)] * 2
+    assert [(row["step"], row["success"], row["normalized_score"]) for row in rows][1:] == [("0", "0", scored)]
     score = scorer("pointmaze-medium-singletask-v0", None)
     assert score is not None
     assert score([Episode(-3.0, 4, True), Episode(-5.0, 5, False)]).tolist() == [100.0, 0.0]
@@ -240,6 +241,11 @@ BAD_FILES = {
     "text": (lambda path: path.write_text("<html>"), "is damaged .*put a whole copy"),
     "flipped": (lambda path: path.write_bytes(flipped(path.read_bytes())), "is damaged at qpos"),
     "pickle": (lambda path: rewrite(path, qpos=np.array([None] * 16, dtype=object)), "holds qpos as a pickle"),
+    "column": (lambda path: rewrite(path, terminals=np.zeros((16, 1), bool)), r"terminals has shape \(16, 1\), not"),
+    "valids": (
+        lambda path: rewrite(path, valids=np.ones(8)),
+        r"valids has shape \(8,\), not \(16,\): put a",
+    ),
     "rows": (lambda path: rewrite(path, qpos=np.zeros((4, 2))), "qpos has 4 rows, terminals 16"),
     "single": (lambda path: rewrite(path, terminals=np.ones(16, bool)), "holds no transitions"),
     "Fortran": (lambda path: rewrite(path, qpos=np.asfortranarray(np.ones((16, 2)))), "Fortran's order"),

@@ -250,6 +250,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
             main(Args((wrong,), folder=tmp_path))
     with pytest.raises(InputError, match="give whole numbers from 1 up"):
         main(Args((NAME,), transitions=0, folder=tmp_path))
+    note = tmp_path / f"{NAME}-v0.json"
+    note.write_text("{")
+    with pytest.raises(InputError, match=r"-v0\.json is damaged: give another --folder"):
+        main(Args((NAME,), folder=tmp_path))
+    note.unlink()
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/data cannot be written \(Not a directory\): give another --folder"):
         main(Args((NAME,), folder=tmp_path / "file" / "data"))

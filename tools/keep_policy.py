@@ -7,7 +7,6 @@ The best is the one with the highest mean return over 20 episodes. It is then ev
 the highest of several means is too high. The file has these returns, and what it was chosen from.
 """
 
-import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from common.errors import InputError
 from common.evaluate import evaluate
 from common.messages import print_result
 from common.policy_file import SUFFIX, names_for_acting, write_policy
-from common.run_folder import without_folders
+from common.run_folder import task_name, without_folders
 from common.seeding import seeds
 from envs.make import make
 from tools.evaluate import TOGETHER
@@ -41,10 +40,8 @@ class Args:
 
 
 def name_of(run: Trained) -> str:
-    """Return <algorithm>/<environment or dataset>, as in the name of a run folder."""
-    dataset = Path(run.arguments.get("dataset") or "")
-    task = dataset.stem if dataset.suffix in (".hdf5", ".h5") else run.arguments.get("dataset") or run.arguments["env"]
-    return f"{run.algo}/{re.sub('[^A-Za-z0-9_.-]+', '_', task)}"
+    """Return <algorithm>/<environment or dataset>."""
+    return f"{run.algo}/{task_name(run.arguments)}"
 
 
 def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:

@@ -63,8 +63,8 @@ class Args:
     """Number of processes, with one thread each."""
     seed: int = 0
     """Random seed."""
-    described: Path = Path(__file__).resolve().parents[1] / "results" / "datasets"
-    """Folder of the descriptions, besides the one next to the data."""
+    described: Path | None = None
+    """Folder of another copy of the descriptions, such as results/datasets. The first is next to the data."""
 
 
 def parsed(name: str) -> Task:
@@ -120,7 +120,8 @@ def make(task: Task, args: Args) -> None:
     name = f"{task.env}-{task.behaviour}-v0"
     paths = {"train": args.folder / f"{name}.npz", "val": args.folder / f"{name}-val.npz"}
     note, arguments = args.folder / f"{name}.json", {"transitions": args.transitions, "seed": args.seed}
-    before = json.loads(note.read_text()) if note.exists() else {}
+    parts = args.folder / f"{name}.seed{args.seed}.parts"
+    before = read_json(note) or read_json(parts / note.name)
     same = all(before.get("arguments", {}).get(key) == value for key, value in arguments.items())
     if not same and (existing := next((path for path in paths.values() if path.exists()), None)):
         made = "was made with other arguments" if before else "was not made by this command"
@@ -128,21 +129,21 @@ def make(task: Task, args: Args) -> None:
     if not all(map(Path.exists, paths.values())):
         before = {"arguments": arguments, "source": SOURCE, "versions": versions(), "commit": commit()}
         before["versions"] |= {package: version(package) for package in ("ogbench", "dm-control")}
-        _make_files(name, task, args, paths, lambda: write_json(note, before))
+        _make_files(name, task, args, paths, parts, lambda: write_json(parts / note.name, before))
+        (parts / note.name).replace(note)  # only now, because it states that the files were made here
+        shutil.rmtree(parts)
     if "transitions" in before:
         return log.info(f"{paths['train']} was already made by the same command")
     before |= description(task, paths["train"])
     write_json(note, before)
-    kept = args.described / note.name
-    if not kept.exists():
-        write_json(kept, before)
-    elif json.loads(kept.read_text())["fingerprint"] != before["fingerprint"]:
-        log.info(f"{paths['train']} differs from the dataset of the published results: its description is in {note}")
+    if args.described:
+        write_json(args.described / note.name, before)
     return log.info(f"{before['transitions']:,} transitions are in {paths['train']}")
 
 
-def _make_files(name: str, task: Task, args: Args, paths: dict[str, Path], write_note: Callable[[], None]) -> None:
-    folder = args.folder / f"{name}.seed{args.seed}.parts"
+def _make_files(
+    name: str, task: Task, args: Args, paths: dict[str, Path], folder: Path, write_note: Callable[[], None]
+) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock", timeout=0):
@@ -156,7 +157,6 @@ def _make_files(name: str, task: Task, args: Args, paths: dict[str, Path], write
         raise InputError(f"another command is making {paths['train']}: wait for it") from None
     except (PermissionError, NotADirectoryError) as error:
         raise InputError(f"{args.folder} cannot be written ({error.strerror}): give another --folder") from None
-    shutil.rmtree(folder)
 
 
 def description(task: Task, path: Path) -> dict[str, Any]:
@@ -174,6 +174,15 @@ def description(task: Task, path: Path) -> dict[str, Any]:
     found = facts(recording)
     del found["columns"]
     return found | {"id": path.name, "solved rows": solved, "fingerprint": f"{fingerprint:08x}"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what `write_json` wrote, or {} if there is no file. Raises InputError if it is damaged."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise InputError(f"{path} is damaged: give another --folder") from None
+    return found
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -221,7 +230,8 @@ def main(args: Args) -> None:
     if args.transitions < 1 or args.jobs < 1:
         raise InputError("--transitions and --jobs: give whole numbers from 1 up")
     tasks = [parsed(name) for name in args.tasks]
-    environments.register(args.tasks[0])
+    for task in tasks:
+        environments.register(task.env)
     for task in tasks:
         make(task, args)
 

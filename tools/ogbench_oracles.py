@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
-from common.errors import RunError
+from common.errors import InputError, RunError
 from envs import ogbench as environments
 from offline.arrays import Array
 
@@ -189,6 +189,8 @@ def make_episode(task: Task, seed: int) -> Rows:
             source.env.reset(seed=seed)
             np.random.seed(seed)
             rows = source.episode()
+    except InputError:
+        raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise RunError(

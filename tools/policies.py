@@ -33,7 +33,7 @@ from common.arguments import env_settings, json_object
 from common.errors import InputError
 from common.messages import log
 from common.policy_file import SUFFIX, load_into, read_policy
-from common.run_folder import CONFIG, has_checkpoint, read_config, state_path
+from common.run_folder import CONFIG, has_checkpoint, read_config, state_path, task_name
 from envs.d4rl import PointMaze
 from envs.settings import settings_in
 from offline.environments import environment_of
@@ -94,10 +94,11 @@ class Trained:
         return env_id, settings_in(env_id, asked, own, settings, str(self.path))
 
     def output(self, name: str, env_id: str) -> Path:
-        """Return <run>/`name`, or for a policy file <algorithm>-<env> with `name`'s suffix, in the current folder."""
+        """Return <run>/`name`, or for a policy file <algorithm>-<task> with `name`'s suffix, in the current folder."""
         if self.path.is_dir():
             return self.path / name
-        return Path(f"{self.algo}-{re.sub('[^A-Za-z0-9_.-]+', '_', env_id)}{Path(name).suffix}")
+        task = self.arguments if env_id == self.arguments.get("env") else {"env": env_id}
+        return Path(f"{self.algo}-{task_name(task)}{Path(name).suffix}")
 
     def restore(self, agent: object) -> None:
         """Give `agent`, of the same algorithm and arguments, this state. Raise InputError if it does not fit."""
