@@ -170,7 +170,7 @@ def test_another_command_of_the_docs_runs(command: str, tmp_path: Path, capsys: 
         assert "transitions" in capsys.readouterr().out
     elif program.endswith("collect.py"):
         output = tmp_path / "collected.hdf5"
-        module.collect(dataclasses.replace(args, transitions=50, output=str(output)))
+        module.collect(dataclasses.replace(args, transitions=max(50, 10 * len(args.policy)), output=str(output)))
         assert output.exists()
     else:
         suite = "smoke" if args.suite.endswith(".toml") else args.suite  # a reader's own file

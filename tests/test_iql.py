@@ -184,6 +184,7 @@ def test_the_actors_learning_rate_falls_as_a_cosine_where_nothing_follows() -> N
         ("antmaze", (0.9, 10.0, 0.0, False, -1.0)),
         ("adroit", (0.7, 0.5, 0.1, False, 0.0)),
         ("kitchen", (0.7, 0.5, 0.1, False, 0.0)),
+        ("ogbench", (0.9, 10.0, 0.0, False, 0.0)),  # agents/iql.py of FQL's authors
     ],
 )
 def test_presets_are_the_authors(domain: str, expected: tuple[Any, ...]) -> None:
@@ -191,7 +192,7 @@ def test_presets_are_the_authors(domain: str, expected: tuple[Any, ...]) -> None
     found = args.expectile, args.temperature, args.dropout, args.normalize_returns, args.reward_shift
     assert found == expected
     assert len(PRESETS[domain]) == len(expected)
-    assert len(PRESETS) == 4
+    assert len(PRESETS) == 5
 
 
 def test_defaults_are_the_authors() -> None:

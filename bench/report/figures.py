@@ -35,8 +35,11 @@ COLOURS = {
     "wsrl": "#332288",
     "rlpd": "#AA4499",
     "expo": "#117733",
+    "fql": "#882255",
+    "ifql": "#44AA99",
+    "rebrac": "#999933",
 }
-OTHERS = ("#882255", "#44AA99", "#999933", "#661100", "#6699CC", "#DDCC77")  # of algorithms that have no colour yet
+OTHERS = ("#661100", "#6699CC", "#DDCC77", "#CC6677", "#225555", "#AA3377")  # of algorithms that have no colour yet
 STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 1)), (0, (1, 3)), (0, (4, 1, 1, 1)), (0, (8, 3)))
 GREY = "#666666"
 SIZE = (4.3, 3.4)  # inches; its letters are still 10 pixels high on a phone 360 pixels wide
