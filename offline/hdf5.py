@@ -59,7 +59,9 @@ def _complaint(path: Path, error: Exception) -> str:
     if not head:
         return "is an empty file: give an HDF5 file in D4RL's layout (docs/data.md)"
     if not head.startswith(SIGNATURE) and not h5py.is_hdf5(path):  # a user block may precede the signature
-        return f"is {kind_of(head)}not an HDF5 file: give one in D4RL's layout (docs/data.md)"
+        kind = kind_of(head)
+        cure = "convert it by `python -m tools.convert`" if "npz" in kind else "give one in D4RL's layout"
+        return f"is {kind}not an HDF5 file: {cure} (docs/data.md)"
     if locked:
         return "is open for writing elsewhere: close it there first"
     if "open for write" in reason:

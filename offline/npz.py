@@ -12,8 +12,8 @@ from numpy.lib import format as npy
 from common.errors import InputError
 from offline.arrays import Array
 
-# What NumPy raises on a damaged archive, and on one whose arrays are pickles.
-BAD_ARCHIVE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+# What NumPy and zipfile raise on an archive that is damaged or encrypted, and on one whose arrays are pickles.
+BAD_ARCHIVE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError)
 
 
 class Archive:

@@ -324,7 +324,7 @@ class TestUnreadableFiles:
     @pytest.mark.parametrize(
         ("name", "said"),
         [
-            ("npz", r"is a NumPy archive \(\.npz\), not an HDF5 file"),
+            ("npz", r"is a NumPy archive \(\.npz\), not an HDF5 file: convert it by `python -m tools\.convert`"),
             ("npy", r"is a NumPy array \(\.npy\), not an HDF5 file"),
             ("zip", "is a zip archive, not an HDF5 file"),
             ("pickle", "is a pickle, not an HDF5 file"),

@@ -239,6 +239,7 @@ def test_a_file_of_another_task(folder: Path) -> None:
 BAD_FILES = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-200]), "is damaged .*put a whole copy"),
     "text": (lambda path: path.write_text("<html>"), "is damaged .*put a whole copy"),
+    "encrypted": (lambda path: path.write_bytes(encrypted(path.read_bytes())), "is damaged at .* is encrypted"),
     "flipped": (lambda path: path.write_bytes(flipped(path.read_bytes())), "is damaged at qpos"),
     "pickle": (lambda path: rewrite(path, qpos=np.array([None] * 16, dtype=object)), "holds qpos as a pickle"),
     "column": (lambda path: rewrite(path, terminals=np.zeros((16, 1), bool)), r"terminals has shape \(16, 1\), not"),
@@ -256,6 +257,14 @@ def flipped(content: bytes) -> bytes:
     """The content with a changed byte in the middle of the compressed array qpos."""
     start = content.index(b"qpos.npy") + 200
     return content[:start] + bytes([content[start] ^ 255]) + content[start + 1 :]
+
+
+def encrypted(content: bytes) -> bytes:
+    """The content with the mark of encryption on each file of the archive."""
+    for signature, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        parts = content.split(signature)
+        content = signature.join([parts[0], *(p[: at - 4] + bytes([p[at - 4] | 1]) + p[at - 3 :] for p in parts[1:])])
+    return content
 
 
 def rewrite(path: Path, **changed: Any) -> None:

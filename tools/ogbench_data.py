@@ -131,14 +131,15 @@ def make(task: Task, args: Args) -> None:
         before["versions"] |= {package: version(package) for package in ("ogbench", "dm-control")}
         _make_files(name, task, args, paths, parts, lambda: write_json(parts / note.name, before))
         (parts / note.name).replace(note)  # only now, because it states that the files were made here
-        shutil.rmtree(parts)
     if "transitions" in before:
-        return log.info(f"{paths['train']} was already made by the same command")
-    before |= description(task, paths["train"])
-    write_json(note, before)
-    if args.described:
-        write_json(args.described / note.name, before)
-    return log.info(f"{before['transitions']:,} transitions are in {paths['train']}")
+        log.info(f"{paths['train']} was already made by the same command")
+    else:
+        before |= description(task, paths["train"])
+        write_json(note, before)
+        if args.described:
+            write_json(args.described / note.name, before)
+        log.info(f"{before['transitions']:,} transitions are in {paths['train']}")
+    shutil.rmtree(parts, ignore_errors=True)  # a kill may have left them behind whole files
 
 
 def _make_files(
