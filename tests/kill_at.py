@@ -1,8 +1,9 @@
 """Trains again and again, killed (SIGKILL) at the n-th time that it reaches each place in turn.
 
 kill_at.py ALGO "PLACE N, PLACE N, ..." FLAGS... ends with 1 where a training was not killed. Each is a process of its
-own; they share the seconds of imports. "any N" is N kills at random instants, after which it says at which steps the
-checkpoints were. "end 1" lets the training run to its end, or ends with 1.
+own; they share the seconds of imports. "Ctrl-C N" is a SIGINT, which must end it with 130. "any N" is N kills at random
+instants, after which it says at which steps the checkpoints were. "end 1" lets the training run to its end, or ends
+with 1.
 """
 
 import importlib
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common.run
 import common.updater
 import envs.rollout
 import envs.state
@@ -35,6 +37,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "save": (checkpoint, "save"),
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),
+    "Ctrl-C": (common.run.Run, "report"),
 }
 
 
@@ -47,7 +50,7 @@ def kill_at(place: str, n: int) -> None:
         nonlocal reached
         reached += 1
         if reached == n:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGINT if place == "Ctrl-C" else signal.SIGKILL)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
@@ -104,8 +107,9 @@ if __name__ == "__main__":
     for place, n in places:
         if place == "any":
             kill_at_random(n)
-        elif place == "end":
-            if os.waitpid(start(), 0)[1]:
+        elif place in ("end", "Ctrl-C"):
+            ended = os.waitpid(start(place, n) if place == "Ctrl-C" else start(), 0)[1]
+            if os.waitstatus_to_exitcode(ended) != (130 if place == "Ctrl-C" else 0):
                 sys.exit("it failed")
         else:
             was_killed(start(place, n))
