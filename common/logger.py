@@ -23,7 +23,7 @@ from common.errors import InputError, diverged
 from common.evaluate import Episode
 from common.messages import log
 from common.progress import Progress
-from common.run_folder import COLUMNS, EVALUATIONS
+from common.run_folder import COLUMNS, EVALUATIONS, crc_of
 from common.run_folder import METRICS as METRICS_FILE
 
 METRICS = ("step", "name", "value")  # one row per number: a metric that first appears late needs no new column
@@ -32,7 +32,8 @@ METRICS = ("step", "name", "value")  # one row per number: a metric that first a
 class Logger:
     """The logs of one run: `metrics.csv`, `evaluations.csv` and a TensorBoard event file in its folder.
 
-    All three are append-only. `state()` holds their sizes, and resuming cuts them back to those in the checkpoint.
+    All three are append-only. `state()` holds their sizes and checksums. Resuming cuts them back to the sizes in the
+    checkpoint, and refuses a file whose content differs.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Logger:
         self.folder, self.first_step, self.wandb_run = folder, span[0], wandb_run
         # Gives evaluation episodes their normalised scores, if these are known.
         self.score: Callable[[list[Episode]], NDArray[np.float64]] | None = None
-        sizes = state["sizes"] if state else {}
-        self._metrics = _AppendedFile(folder / METRICS_FILE, sizes)
-        self._evaluations = _AppendedFile(folder / EVALUATIONS, sizes)
-        self._events = _AppendedFile(folder / f"events.out.tfevents.{folder.name}", sizes)
-        self._event_writer = RecordWriter(self._events.file)
+        self._metrics = _AppendedFile(folder / METRICS_FILE, state)
+        self._evaluations = _AppendedFile(folder / EVALUATIONS, state)
+        self._events = _AppendedFile(folder / f"events.out.tfevents.{folder.name}", state)
+        for file in (self._metrics, self._evaluations, self._events):
+            file.cut_back()  # after all were checked, so that a refused command changes nothing
+        self._event_writer = RecordWriter(self._events)
         if not state:
             self._write_rows(self._metrics, [METRICS])
             self._write_rows(self._evaluations, [COLUMNS])
@@ -58,9 +60,13 @@ class Logger:
         self._last_log = (time.perf_counter(), self.step)
 
     def state(self) -> dict[str, Any]:
-        """Write every row so far to the disk, and return the sizes of the files and the step."""
+        """Write every row so far to the disk, and return the sizes and checksums of the files and the step."""
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
-        return {"sizes": sizes, "step": self.step}
+        return {"sizes": sizes, "checksums": self.checksums(), "step": self.step}
+
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of all that was written to each file, as `common.run_folder.checksum` has it."""
+        return {log.path.name: f"{log.crc:08x}" for log in (self._metrics, self._evaluations, self._events)}
 
     @property
     def step(self) -> int:
@@ -130,21 +136,33 @@ class Logger:
     def _write_rows(log: "_AppendedFile", rows: list[tuple[Any, ...]]) -> None:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
-        log.file.write(text.getvalue().encode())
+        log.write(text.getvalue().encode())
         log.file.flush()
 
 
 class _AppendedFile:
-    """An append-only file, which is first cut back to its size at the checkpoint, or to nothing."""
+    """An append-only file."""
 
-    def __init__(self, path: Path, sizes: dict[str, int]) -> None:
+    def __init__(self, path: Path, state: dict[str, Any] | None) -> None:
+        """Open the file. Raises InputError if its content up to the checkpoint is not what the run wrote."""
         self.path = path
-        size = sizes.get(path.name, 0)
+        size = state["sizes"].get(path.name, 0) if state else 0
         self.file = path.open("r+b" if path.exists() else "w+b")
         if self.file.seek(0, os.SEEK_END) < size:
             raise InputError(f"{path} is shorter than its checkpoint requires: {RESTORE_OR_RESTART}")
-        self.file.truncate(size)
-        self.file.seek(size)
+        self.file.seek(0)
+        self.crc = crc_of(self.file, size)
+        wanted = state.get("checksums", {}).get(path.name) if state else None  # older runs have none
+        if wanted not in (None, f"{self.crc:08x}"):
+            raise InputError(f"{path} has changed since its checkpoint: {RESTORE_OR_RESTART}")
+
+    def cut_back(self) -> None:
+        """Cut the file back to its size at the checkpoint, or to nothing."""
+        self.file.truncate(self.file.tell())
+
+    def write(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
+        self.file.write(data)
 
     def sync(self) -> int:
         """Write everything to the disk, and return the size in bytes."""

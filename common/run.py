@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common import checkpoint
+from common import checkpoint, run_folder
 from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
@@ -29,7 +29,7 @@ from common.messages import log
 from common.onednn import keep_freed_memory, set_products
 from common.policy_file import KeptPolicies
 from common.provenance import commit, hardware, versions
-from common.run_folder import CONFIG, DONE, LOCK, is_finished, lock_of, read_config, read_last_evaluation, state_path
+from common.run_folder import CONFIG, DONE, LOCK, is_finished, read_config, read_last_evaluation, state_path
 from common.timings import Timings
 from common.updater import Metrics, Updater
 
@@ -331,8 +331,7 @@ class Run:
 
     def finish(self) -> Result:
         """Mark the run as complete and return its last evaluation."""
-        with checkpoint.replacing(self.folder / DONE) as file:
-            file.write(json.dumps({"step": self.step}).encode())
+        run_folder.mark_finished(self.folder, self.step, self.logger.checksums())
         self._close()
         log.info(f"done at step {self.step:,}, results in {self.folder}")
         return self._result()
@@ -379,13 +378,14 @@ class Run:
                 cure = f"to continue it online, give --init-from {self.folder} and {another}"
             raise InputError(f"{self.folder} was made with other arguments: {listed}\n{cure}")
         if grown:
+            run_folder.require_unchanged(self.folder)
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}
         elif done:
             steps = self.last_step - self.first_step
             raise FinishedRun(f"{self.folder} is finished ({steps:,} steps): nothing to do", self._result())
 
     def _lock(self) -> None:
-        self._folder_lock = lock_of(self.folder)
+        self._folder_lock = run_folder.lock_of(self.folder)
         try:
             self._folder_lock.acquire()
         except filelock.Timeout:

@@ -10,7 +10,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock
 
@@ -21,6 +21,7 @@ from common.evaluate import Episode
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
 LOCK = ".lock"
+RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
 POLICY_FOLDER = "policy"  # folder of best.safetensors and last.safetensors
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
@@ -39,6 +40,45 @@ def has_checkpoint(folder: Path) -> bool:
 def is_finished(folder: Path) -> bool:
     """Return whether the run reached its last step."""
     return (folder / DONE).exists()
+
+
+def crc_of(file: BinaryIO, size: int) -> int:
+    """Return the CRC-32 of the next `size` bytes of a file, or of those that are left."""
+    crc = 0
+    while block := file.read(min(size, 2**20)):
+        crc, size = zlib.crc32(block, crc), size - len(block)
+    return crc
+
+
+def checksum(path: Path) -> str:
+    """Return the CRC-32 of a file in eight hexadecimal digits."""
+    with path.open("rb") as file:
+        return f"{crc_of(file, path.stat().st_size):08x}"
+
+
+def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
+    """Write DONE, with the run's last step and the checksums of its logs, to which that of config.json is added."""
+    sums = checksums | {CONFIG: checksum(folder / CONFIG)}
+    with checkpoint.replacing(folder / DONE) as file:
+        file.write(json.dumps({"step": step, "checksums": sums}).encode())
+
+
+def require_unchanged(folder: Path) -> None:
+    """Raise InputError if a file of a finished run is not what the run wrote.
+
+    Files that are absent are not missed, and of runs before version 0.2 nothing is known. An unfinished run is checked
+    when it resumes.
+    """
+    path = folder / DONE
+    if not checkpoint.exists(path):
+        return
+    try:
+        wanted = json.loads(checkpoint.read_bytes(path) or "{}").get("checksums", {}).items()
+    except (ValueError, AttributeError):
+        raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
+    for name, written in wanted:
+        if checkpoint.exists(folder / name) and checksum(folder / name) != written:
+            raise InputError(f"{folder / name} has changed since the run ended: {RESTORE_FINISHED}")
 
 
 def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
@@ -97,7 +137,8 @@ def mean_by_step(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], 
 
 
 def read_last_evaluation(folder: Path) -> list[Episode]:
-    """Return the episodes of a finished run's last evaluation. Raises InputError if the file is damaged."""
+    """Return the episodes of a finished run's last evaluation. Raises InputError if a file of the run is damaged."""
+    require_unchanged(folder)
     path, successes = folder / EVALUATIONS, {"": None, "0": False, "1": True}
     try:
         rows = read_evaluations(path)
@@ -106,7 +147,7 @@ def read_last_evaluation(folder: Path) -> list[Episode]:
         last = [row for row in rows if row["step"] == rows[-1]["step"]]
         return [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]
     except (ValueError, KeyError, TypeError, FileNotFoundError):
-        raise InputError(f"{path} is missing or damaged: restore it from a copy (the run itself is complete)") from None
+        raise InputError(f"{path} is missing or damaged: {RESTORE_FINISHED}") from None
 
 
 def lock_of(folder: Path, timeout: float = 0) -> FileLock:

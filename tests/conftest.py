@@ -216,9 +216,9 @@ def killed_at(
 
 
 def final_state(folder: Path) -> dict[str, Any]:
-    """All that the last checkpoint holds, but for the log sizes, which include wall-clock figures."""
+    """All that the last checkpoint holds, but for sizes and checksums of the logs, which include wall-clock figures."""
     state = checkpoint.load(folder / "checkpoint" / "state.pt")
-    state["logger"].pop("sizes")
+    del state["logger"]["sizes"], state["logger"]["checksums"]
     return state
 
 

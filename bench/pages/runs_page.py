@@ -13,6 +13,7 @@ from bench.report.archive_run import KEPT_EVALUATIONS
 from bench.report.figures import STYLES, Line, colours_of, scores_figure
 from bench.report.page import Image, ends, template
 from bench.report.tables import Table, spread
+from common import run_folder
 from common.arguments import MAY_DIFFER, OffPolicyArgs
 from common.errors import InputError
 from common.run_folder import CONFIG, EVALUATIONS, Curve, is_finished, mean_by_step, read_config, read_evaluations
@@ -63,6 +64,7 @@ def read_runs(folders: list[Path]) -> list[OwnRun]:
     """Return the runs of these folders that were evaluated. Raises InputError if one is damaged."""
     runs = []
     for folder in folders:
+        run_folder.require_unchanged(folder)
         path = folder / EVALUATIONS
         config = read_config(folder, "does not hold a run's arguments: give a folder of run folders")
         try:

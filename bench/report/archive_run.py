@@ -20,7 +20,15 @@ import tyro
 from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
-from common.run_folder import CONFIG, EVALUATIONS, METRICS, read_config, read_evaluations, without_folders
+from common.run_folder import (
+    CONFIG,
+    EVALUATIONS,
+    METRICS,
+    read_config,
+    read_evaluations,
+    require_unchanged,
+    without_folders,
+)
 
 KEPT_EVALUATIONS = f"{EVALUATIONS}.gz"
 
@@ -39,8 +47,10 @@ def keep(run: Path, kept: Path) -> None:
     """Write the files that the report needs of `run` to `kept`.
 
     The arguments lose the folders of this machine. Of metrics.csv only the run's time stays. If both folders are the
-    same, evaluations.csv is deleted after it is compressed. Raise InputError if config.json is not a run's.
+    same, evaluations.csv is deleted after it is compressed. Raise InputError if config.json is not a run's, or if one
+    of the files has changed since the run ended.
     """
+    require_unchanged(run)
     config = read_config(run, "does not hold a run's arguments: give a run folder")
     config["arguments"] = without_folders(config["arguments"])
     if (run / METRICS).exists():
@@ -82,7 +92,10 @@ def kept_runs(folder: Path) -> Iterator[Kept]:
             raise InputError(
                 f"{where} has no {KEPT_EVALUATIONS}: run python bench/report/archive_run.py {where} {where}"
             )
-        rows = read_evaluations(where / KEPT_EVALUATIONS)
+        try:  # gzip compares a checksum of its own
+            rows = read_evaluations(where / KEPT_EVALUATIONS)
+        except ValueError as error:
+            raise InputError(f"{where / KEPT_EVALUATIONS} is damaged ({error}): restore it from a copy") from None
         yield Kept(algo, task, seed, json.loads(config.read_text()), rows)
 
 

@@ -132,6 +132,7 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
         for path in (args.folder / name / task).glob(f"*/{EVALUATIONS}"):
             unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
             if path.parent.name.isdecimal() and not unfinished:
+                run_folder.require_unchanged(path.parent)
                 curves[name, task, int(path.parent.name)] = read_curve(path, args.column)
     if not curves:
         return {}, args.step
