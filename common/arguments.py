@@ -46,6 +46,8 @@ BY_SIZE: Any = Unset.BY_SIZE
 WITH_CUDA: Any = Unset.WITH_CUDA
 IF_IT_PAYS: Any = Unset.IF_IT_PAYS
 
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -149,6 +151,8 @@ def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> 
         raise InputError(f"{flag} is {value}: give one or more numbers above 0")
     if isinstance(value, int) and value >= 2**63:
         raise InputError(f"{flag} is {value}: give a number below 2^63")
+    if isinstance(value, float) and not math.isinf(value) and abs(value) > LARGEST_FLOAT32:
+        raise InputError(f"{flag} is {value}: give a number that float32 can hold, below {LARGEST_FLOAT32:.2g}")
     if isinstance(value, int | float) and not isinstance(value, bool) and value not in bounds:
         raise InputError(f"{flag} is {value}: give {bounds}")
     return value

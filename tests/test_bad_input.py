@@ -17,6 +17,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import (
@@ -24,6 +25,7 @@ from conftest import (
     OFFLINE,
     PENDULUM,
     ROOT,
+    arguments_of,
     command,
     every_algorithm,
     final_state,
@@ -128,6 +130,51 @@ def test_bad_flags(
         pytest.skip("imitation discounts nothing")
     data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
     assert_refused(run(*data, *arguments, algo=algo), 2, *named)
+    assert list(tmp_path.iterdir()) == []
+
+
+TERA = str(10**12)
+ABSURD = {
+    "--hidden": ["--hidden", "10000000", "10000000"],
+    "--critic-hidden": ["--critic-hidden", "10000000", "10000000"],
+    "--batch-size": ["--batch-size", TERA],
+    "--minibatch-size": ["--minibatch-size", TERA],
+    "--critics": ["--critics", TERA],
+    "--width": ["--width", "10000000"],
+    "--rollout-steps": ["--rollout-steps", TERA],
+    "--num-envs": ["--num-envs", TERA],
+    "--eval-episodes": ["--eval-episodes", TERA],
+}
+
+
+@pytest.mark.parametrize(
+    ("algo", "flag"),
+    [
+        (algo, flag)
+        for flag in ABSURD
+        for algo in with_flag(flag.removeprefix("--").replace("-", "_"))
+        if flag != "--num-envs" or algo not in with_flag("rollout_steps")  # it is more than --rollout-steps
+    ],
+)
+def test_sizes_beyond_all_memory(run, tmp_path: Path, algo: str, flag: str):
+    """Nothing is allocated: neither by the kernel, which only promises, nor on the disk."""
+    data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
+    before = psutil.Process().memory_info().vms
+    assert_refused(run(*data, *ABSURD[flag], algo=algo), 2, flag, "GB of memory or more, and", "give a smaller number")
+    assert psutil.Process().memory_info().vms - before < 2**30
+    assert list(tmp_path.iterdir()) == []
+
+
+@every_algorithm
+def test_numbers_beyond_float32(run, tmp_path: Path, algo: str):
+    """Each flag of a float: 10³⁹ would be infinite in the first product."""
+    data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
+    args = module(algo).Args(**arguments_of(algo, {}))
+    found = [name for name, value in vars(args).items() if isinstance(value, float)]
+    assert found
+    for name in found:
+        flag = f"--{name.replace('_', '-')}"
+        assert_refused(run(*data, f"{flag}=1e39", algo=algo), 2, f"{flag} is 1e+39: give")
     assert list(tmp_path.iterdir()) == []
 
 

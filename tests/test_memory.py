@@ -13,7 +13,9 @@ import torch
 from conftest import ROOT, command, flags
 from d4rl_file import make
 
+from algos import sac
 from common import memory
+from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.memory import free_memory, is_out_of_memory, report_out_of_memory
 from offline.dataset import load
@@ -193,14 +195,30 @@ def test_the_message_of_a_failed_allocation_is_short() -> None:
     assert all(len(sentence.split()) <= 25 for sentence in sentences)
 
 
-def test_a_network_that_gets_no_memory(tmp_path: Path) -> None:
-    """The command ends in one line with status 1, and leaves no folder."""
+def test_a_network_that_gets_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no estimate foresaw: the command ends in one line with status 1, and leaves no folder."""
+    monkeypatch.setattr("common.run.require_room", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["sac.py", *flags(run_dir=tmp_path / "run", hidden=(60_000, 60_000))])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**31, before[1]))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            command_line(sac.train, sac.Args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert stop.value.code == 1
+    assert "sac.py: there is not enough memory" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_beyond_the_limit_of_the_process(tmp_path: Path) -> None:
+    """`ulimit -v` counts: the estimate is compared with what it leaves."""
     limit = partial(resource.setrlimit, resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
-    line = flags(run_dir=tmp_path / "run", hidden=(60_000, 60_000))
-    done = command(*line, preexec_fn=limit)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "sac.py: there is not enough memory" in done.stderr.splitlines()[-1]
+    done = command(*flags(run_dir=tmp_path / "run", hidden=(60_000, 60_000)), preexec_fn=limit)
+    assert done.returncode == 2, done.stderr
+    assert "sac.py: --hidden needs 58 GB of memory or more, and" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
