@@ -16,6 +16,7 @@ from pathlib import Path
 from filelock import FileLock
 from tqdm import tqdm
 
+from common.checkpoint import replacing
 from common.errors import InputError, RunError
 
 CHUNK = 2**20
@@ -63,9 +64,9 @@ def download(url: str, path: Path, check: Callable[[Path], object], variable: st
             finally:
                 lock.unlink()  # while it is held; a process that waits for it makes a new one
     except urllib.error.URLError as error:
+        reason = " ".join(str(error.reason).split())  # that of a redirect to itself has three lines
         raise InputError(
-            f"{url} cannot be downloaded ({error.reason if hasattr(error, 'reason') else error}): "
-            f"get the file by other means and put it at {path}"
+            f"{url} cannot be downloaded ({reason}): get the file by other means and put it at {path}"
         ) from None
     except PermissionError as error:
         raise InputError(f"{path.parent} cannot be written ({error.strerror}): set {variable}") from None
@@ -106,18 +107,19 @@ def _receive(url: str, part: Path, facts: Path) -> None:
     """Append what is missing to `part`. Raises IncompleteRead if its size is not the promised one."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "onramp", "Accept-Encoding": "identity"}
-    same_file = json.loads(facts.read_text())["validator"] if have and facts.exists() else None
-    if have and same_file:
+    if have and (same_file := _validator(facts)):
         headers |= {"Range": f"bytes={have}-", "If-Range": same_file}
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
         if reply.status != http.client.PARTIAL_CONTENT:
             have = 0  # the server sends the whole file: it has no ranges, or the file has changed
         length = reply.headers.get("Content-Length")
-        total = have + int(length) if length else None
+        total = have + int(length) if length and length.isdecimal() else None
         free = shutil.disk_usage(part.parent).free
         if total is not None and total - have > free:
             raise RunError(f"{part.parent} has {free:,} bytes free, {url} takes {total - have:,} more: make room")
-        facts.write_text(json.dumps({"validator": reply.headers.get("ETag") or reply.headers.get("Last-Modified")}))
+        with replacing(facts) as file:
+            validator = reply.headers.get("ETag") or reply.headers.get("Last-Modified")
+            file.write(json.dumps({"validator": validator}).encode())
         with (
             part.open("r+b" if have else "wb") as file,
             tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=part.stem, file=sys.stderr) as bar,
@@ -131,3 +133,12 @@ def _receive(url: str, part: Path, facts: Path) -> None:
             os.fsync(file.fileno())
     if total is not None and have != total:
         raise http.client.IncompleteRead(b"", total - have)
+
+
+def _validator(facts: Path) -> str | None:
+    """Return what identifies the server's file that a part belongs to. None, also if `facts` is torn: begin again."""
+    try:
+        found = json.loads(facts.read_text())["validator"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and found.isprintable() else None

@@ -28,6 +28,8 @@ class Server:
         self.content, self.tag, self.ranges_known = CONTENT, '"1"', True
         self.cut_at: list[int] = []  # of the next replies, after how many bytes each is cut
         self.delay, self.status = 0.0, 200
+        self.length: str | None = None  # what the header says instead
+        self.redirects = False  # to itself
         self.asked: list[str | None] = []  # the Range of each request
         outer = self
 
@@ -47,6 +49,11 @@ class Server:
         wanted = request.headers.get("Range")
         self.asked.append(wanted)
         first = 0
+        if self.redirects:
+            request.send_response(302)
+            request.send_header("Location", self.url)
+            request.end_headers()
+            return
         if self.status != 200:
             request.send_error(self.status)
             return
@@ -59,7 +66,7 @@ class Server:
         else:
             request.send_response(200)
         body = self.content[first:]
-        request.send_header("Content-Length", str(len(body)))
+        request.send_header("Content-Length", self.length or str(len(body)))
         request.send_header("ETag", self.tag)
         request.end_headers()
         time.sleep(self.delay)
@@ -127,6 +134,31 @@ def test_a_part_that_was_whole_already(server: Server, tmp_path: Path) -> None:
     download(server.url, tmp_path / "file.hdf5", anything)
     assert (tmp_path / "file.hdf5").read_bytes() == CONTENT
     assert left(tmp_path) == {"file.hdf5"}
+
+
+@pytest.mark.parametrize("facts", ["", "{", "[]", "{}", '{"validator": 3}', '{"validator": "a\\nb: c"}', "\udc80"])
+def test_a_torn_note_of_what_was_received_begins_again(facts: str, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file.hdf5.part").write_bytes(b"of which file?")
+    (tmp_path / "file.hdf5.part.json").write_text(facts, errors="surrogateescape")
+    download(server.url, tmp_path / "file.hdf5", anything)
+    assert (tmp_path / "file.hdf5").read_bytes() == CONTENT
+    assert server.asked == [None]
+    assert left(tmp_path) == {"file.hdf5"}
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "1e3"])
+def test_a_length_that_is_no_number(length: str, server: Server, tmp_path: Path) -> None:
+    """It promises nothing, so the check of the content alone decides."""
+    server.length = length
+    download(server.url, tmp_path / "file.hdf5", anything)
+    assert (tmp_path / "file.hdf5").read_bytes() == CONTENT
+
+
+def test_a_redirect_to_itself(server: Server, tmp_path: Path) -> None:
+    server.redirects = True
+    with pytest.raises(InputError, match=r"infinite loop.*put it at .*file\.hdf5") as error:
+        download(server.url, tmp_path / "file.hdf5", anything)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_content_that_fails_the_check_is_deleted(server: Server, tmp_path: Path) -> None:
