@@ -9,7 +9,7 @@ import os
 import sys
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import gymnasium as gym
 import numpy as np
@@ -64,10 +64,10 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         try:
             obs, info = self.env.reset(seed=seed, options=options)
-        except (InputError, RunError):
+        except (InputError, RunError, MemoryError):
             raise
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+            reason = _reason(error)
             if self._has_begun:
                 raise RunError(
                     f"{self._name} cannot start another episode: {reason}\n"
@@ -75,14 +75,24 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
                 ) from error
             raise InputError(
                 f"{self._name} is created but cannot start an episode: {reason}\n"
-                "Check that its files exist and that its package fits the installed MuJoCo."
+                "Check that its files exist, that its package fits MuJoCo, and that its reset returns obs and info."
             ) from error
         shaped, self._has_begun = self._shaped(obs), True
         return shaped, self._numbers(info) if self._all_infos else {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         require_finite_actions(action)
-        obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
+        try:
+            obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
+        except (InputError, RunError, MemoryError):
+            raise
+        except Exception as error:
+            raise RunError(
+                f"{self._name} failed in a step: {_reason(error)}\n"
+                "Correct it, then run the same command to resume from the last checkpoint."
+            ) from error
+        if not isinstance(info, dict):
+            raise InputError(f"{self._name} gave the info {info!r}, which is not a dict")
         try:
             number = float(reward)
         except (TypeError, ValueError):
@@ -121,10 +131,22 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         told = {"return": float(info["return"])} if "return" in info else {}
         for key in SUCCESS:
             if key in info:
-                return told | {"success": bool(info[key])}
+                return told | {"success": _success(key, info[key], str(self._name))}
         if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
             told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
         return told
+
+
+def _success(key: str, value: Any, name: str) -> bool:
+    """Return whether an environment reports success. Raises InputError for what is neither true nor false."""
+    if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf" or np.isnan(value):
+        text = " ".join(repr(value).split())[:100]
+        raise InputError(f"{name} gave a {key} of {text}, which is neither true nor false")
+    return bool(value)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__} {error}".split())[:300]
 
 
 class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
@@ -143,7 +165,8 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
             total += float(reward)
-            successes |= {key: bool(info[key]) or successes.get(key, False) for key in SUCCESS if key in info}
+            found = {key: _success(key, info[key], str(self.spec and self.spec.id)) for key in SUCCESS if key in info}
+            successes |= {key: value or successes.get(key, False) for key, value in found.items()}
             if termination or truncation:
                 break
         return obs, total, termination, truncation, info | successes
@@ -343,9 +366,13 @@ def _versions() -> str:
     return ", ".join(map(installed, ("gymnasium", "gymnasium-robotics", "mujoco")))
 
 
+def _is_vector(space: gym.Space[Any]) -> TypeGuard[Box]:
+    return isinstance(space, Box) and len(space.shape) == 1 and space.shape[0] > 0
+
+
 def _check_spaces(env: Env, env_id: str) -> None:
     actions, flat = env.action_space, env.observation_space
-    if not isinstance(actions, Box) or len(actions.shape) != 1 or not np.issubdtype(actions.dtype, np.floating):
+    if not _is_vector(actions) or not np.issubdtype(actions.dtype, np.floating):
         raise InputError(
             f"The actions of {env_id} are {actions}: choose an environment with a continuous Box of shape (n,)."
         )
@@ -360,7 +387,7 @@ def _check_spaces(env: Env, env_id: str) -> None:
         raise InputError(f"The actions of {env_id} are {actions}: low must be below high in every dimension.")
     if isinstance(flat, Dict) and flat.is_np_flattenable:
         flat = gym.spaces.flatten_space(flat)
-    if not isinstance(flat, Box) or len(flat.shape) != 1:
+    if not _is_vector(flat):
         raise InputError(
             f"The observations of {env_id} are {env.observation_space}, not a Box of shape (n,) or a Dict of Boxes.\n"
             "Flatten them in a wrapper of your own and register that."

@@ -1,5 +1,6 @@
 """Every environment looks the same to an agent, and what cannot work is refused in two lines."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,96 @@ def test_an_environment_that_breaks_its_own_word_is_refused() -> None:
         env.reset()
         with pytest.raises(InputError, match="Odd-v0 gave a reward that is not a number"):
             env.step(np.zeros(1))
+
+
+class Misbehaving(gym.Env[Any, Any]):
+    """Its 30th step raises an error, or returns what is given."""
+
+    observation_space, action_space = Box(-1, 1, (3,), np.float32), Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, returned: Any) -> None:
+        self.returned, self.steps = returned, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps < 30:
+            return np.zeros(3, np.float32), 0.0, False, False, {}
+        if isinstance(self.returned, Exception):
+            raise self.returned
+        return self.returned
+
+
+def of(info: Any) -> tuple[Any, ...]:
+    return np.zeros(3, np.float32), 0.0, False, False, info
+
+
+gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("returned", "kind", "said"),
+    [
+        (ZeroDivisionError("no wind"), RunError, "failed in a step: ZeroDivisionError no wind\n.*resume"),
+        (OSError("robot\nis gone"), RunError, "failed in a step: OSError robot is gone\n"),
+        (of({})[:4], RunError, "failed in a step: ValueError not enough values to unpack"),
+        (of({})[0], RunError, "failed in a step: "),
+        (None, RunError, "failed in a step: TypeError"),
+        (of({"success": math.nan}), InputError, "gave a success of nan, which is neither true nor false"),
+        (of({"success": np.ones(2)}), InputError, r"gave a success of array\(\[1\., 1\.\]\), which is neither"),
+        (of({"is_success": "yes"}), InputError, "gave a is_success of 'yes', which is neither"),
+        (of({"success": None}), InputError, "gave a success of None, which is neither"),
+        (("text", *of({})[1:]), InputError, "gave an observation that is not a vector of numbers, 'text'"),
+    ],
+)
+def test_a_step_that_misbehaves_is_told_in_two_lines(
+    returned: Any, kind: type[Exception], said: str, vectorizer: Any, repeat: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the environment's name and its own message, without a traceback of a process."""
+    envs = make_vector("Misbehaving-v0", 2, 0, vectorizer=vectorizer, returned=returned, action_repeat=repeat)
+    envs.reset()
+    actions = np.zeros((2, 1), np.float32)
+    for _ in range(30 // repeat - 1):
+        envs.step(actions)
+    with pytest.raises(kind, match=f"^Misbehaving-v0 {said}") as caught:
+        envs.step(actions)
+    assert len(str(caught.value).splitlines()) <= 2
+    envs.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_info_that_is_no_dict_is_refused() -> None:
+    env = make("Odd-v0")
+    env.reset()
+    env.unwrapped.step = lambda action: of(None)  # type: ignore[attr-defined, method-assign]
+    with pytest.raises(InputError, match="Odd-v0 gave the info None, which is not a dict"):
+        env.step(np.zeros(1, np.float32))
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, np.bool_(True), np.ones(1), np.float32(1)])
+def test_success_may_be_any_kind_of_number(value: Any) -> None:
+    env = make("Misbehaving-v0", returned=of({"success": value}))
+    env.reset()
+    assert [env.step(np.zeros(1, np.float32))[4].get("success") for _ in range(30)] == [None] * 29 + [True]
+
+
+def without(part: str) -> Odd:
+    env = Odd()
+    setattr(env, part, Box(-1, 1, (0,), np.float32))
+    return env
+
+
+gym.register("Empty-v0", entry_point=without)
+
+
+@pytest.mark.parametrize("part", ["action_space", "observation_space"])
+def test_a_box_without_dimensions_is_refused(part: str) -> None:
+    with pytest.raises(InputError, match=f"The {part.removesuffix('_space')}s of Empty-v0 are Box"):
+        make("Empty-v0", part=part)
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "Humanoid-v5", "Pusher-v5", "HalfCheetah-v4"])
