@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from conftest import ROOT, final_state, module, same
+from filelock import FileLock
 
 from bench.sweep import sweep
 from bench.sweep.mps import shared_card
@@ -92,6 +94,14 @@ class TestSuites:
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ncpus = 1.5", "cpus is 1.5"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = -0.5", "must be 0 or more"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflag = ''", "flag: a run has algo, envs"),
+            ("[[runs]]\nalgo = '__init__'\nenvs = 'Hopper-v4'", "no algos/__init__.py: give one of bc, cql"),
+            ("[[runs]]\nalgo = '../tools/video'\nenvs = 'Hopper-v4'", "no algos/../tools/video.py: give one of"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nname = '/etc/x'", "'/etc/x' cannot name a folder"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nname = '../..'", r"'\.\./\.\.' cannot name a folder"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = '..'", r"'\.\.' cannot name a folder"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = 1000000", "seeds is 1,000,000: give 100,000 or"),
+            ("[[runs]]\nalgo = ['sac', 'td3']\nenvs = 'Hopper-v4'\nseeds = 60000", "the suite has 120,000 runs"),
+            (f"[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nseeds = [1, {2**63}]", f"--seed is {2**63}: give"),
             ("[[runs]]\nalgo = 'sacc'\nenvs = 'Hopper-v4'", "no algos/sacc.py: give one of bc, cql"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--criticcs 2'", "perhaps --critics"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--gamma 2'", "--gamma is 2.0"),
@@ -117,6 +127,24 @@ class TestSuites:
     def test_as_many_of_them_as_nobody_has(self, suite, flag: str):
         with pytest.raises(InputError, match=f"--{flag} is -1"):
             sweep.train(Args(suite(RUN.format(steps=1, seeds=1)), **{flag: -1}))
+
+    def test_two_sweeps_in_one_folder(self, suite, tmp_path: Path):
+        """The second says so at once, and starts nothing."""
+        folder = tmp_path / "runs" / "mine"
+        folder.mkdir(parents=True)
+        with FileLock(folder / ".lock"), pytest.raises(InputError, match=f"another sweep is running in {folder}"):
+            sweep.train(Args(suite(RUN.format(steps=1, seeds=1)), tmp_path / "runs"))
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_ends_the_sweep_with_its_own_status(
+        self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=Mock(), wait=Mock(), shutdown=Mock()))
+        monkeypatch.setattr(sweep, "drive", lambda *_: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as stop:
+            sweep.execute(Sweep([]), Args("none"))
+        assert stop.value.code == 128 + number
 
     def test_folders_with_spaces(self, suite):
         path = suite("""

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import math
+import re
 import shlex
 import tomllib
 from collections import Counter
@@ -20,6 +21,7 @@ from common.errors import InputError
 SUITES = ROOT / "bench" / "sweep" / "suites"
 PEER = "d3rlpy-"  # `make d3rlpy` runs these, not a suite
 PEERS = ("iql", "cql")
+MOST_RUNS = 100_000
 
 
 @dataclass
@@ -48,6 +50,11 @@ class Entry:
             raise InputError("a run needs algo, envs or datasets, seeds, and cpus of 1 or more")
         if not all(0 <= value < math.inf for value in (self.gpus, self.memory, *self.seeds)):
             raise InputError("gpus, memory and seeds of a run must be 0 or more, and finite")
+        for folder in filter(None, (self.name, *map(task_name, tasks))):
+            if not re.fullmatch(r"\w[\w.-]*", folder):
+                raise InputError(
+                    f"{folder!r} cannot name a folder: begin with a letter or digit, then also '.' and '-'"
+                )
         try:
             self.words = shlex.split(self.flags)  # split before folders are inserted, which may hold spaces
         except ValueError as error:
@@ -83,6 +90,8 @@ def _as_lists(given: dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"{', '.join(sorted(unknown))}: a run has {', '.join(keys)}")
     found = {"algo": []} | given
     if isinstance(found.get("seeds"), int):
+        if found["seeds"] > MOST_RUNS:
+            raise InputError(f"seeds is {found['seeds']:,}: give {MOST_RUNS:,} or fewer")
         found["seeds"] = list(range(1, found["seeds"] + 1))
     return found | {k: [found[k]] for k in ("algo", "envs", "datasets") if isinstance(found.get(k), str)}
 
@@ -122,6 +131,9 @@ def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
 
     Raise InputError if an algorithm does not exist, an algorithm would refuse its flags, or two runs share a folder.
     """
+    count = sum(len(entry.algo) * len(entry.envs + entry.datasets) * len(entry.seeds) for entry in entries)
+    if count > MOST_RUNS:
+        raise InputError(f"the suite has {count:,} runs: give {MOST_RUNS:,} or fewer")
     found = [job for entry in entries for job in _jobs_of(entry, folder.absolute() / suite)]
     twice = [str(into) for into, times in Counter(job.folder for job in found).items() if times > 1]
     if twice:
@@ -138,22 +150,22 @@ def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
     tasks = [("--env", env) for env in entry.envs] + [("--dataset", dataset) for dataset in entry.datasets]
     for algo, (flag, task) in itertools.product(entry.algo, tasks):
         command, name = (f"algos/{algo}.py", flag, task), task_name(task)
-        refuse_wrong_flags(algo, (*command, *entry.words))  # once for all seeds, whose flags are alike
+        refuse_wrong_flags(algo, (*command, *entry.words), max(entry.seeds))  # once, because their flags are alike
         for seed in entry.seeds:
             flags = [w.replace("{suites}", str(folder.parent)).replace("{run}", f"{name}/{seed}") for w in entry.words]
             into = folder / (entry.name or algo) / name / str(seed)
             yield Job((*command, *flags, "--seed", str(seed)), into, seed, entry.cpus, entry.gpus, entry.memory)
 
 
-def refuse_wrong_flags(algo: str, command: tuple[str, ...]) -> None:
-    """Raise InputError now if the command would refuse its flags, because it may start hours later."""
-    if not (ROOT / command[0]).exists():
-        known = ", ".join(sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py")))
-        raise InputError(f"there is no {command[0]}: give one of {known}")
+def refuse_wrong_flags(algo: str, command: tuple[str, ...], seed: int) -> None:
+    """Raise InputError now if the command would refuse its flags or the seed, because it may start hours later."""
+    known = sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py"))
+    if algo not in known:
+        raise InputError(f"there is no {command[0]}: give one of {', '.join(known)}")
     if owned := {"--seed", "--run-dir", "--help", "-h"} & {word.split("=")[0] for word in command}:
         raise InputError(f"{' and '.join(sorted(owned))} in flags: remove them, because the sweep sets them")
     try:
-        parse(importlib.import_module(f"algos.{algo}").Args, command[1:])
+        parse(importlib.import_module(f"algos.{algo}").Args, (*command[1:], "--seed", str(seed)))
     except InputError as error:
         raise InputError(f"{shlex.join(command)}: {error}") from None
 

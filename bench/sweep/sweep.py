@@ -19,9 +19,11 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import tyro
+from filelock import Timeout
 
 from bench.sweep.mps import shared_card
 from bench.sweep.suite import has_more_steps, jobs, read_suite
@@ -30,7 +32,7 @@ from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.messages import log, print_result
-from common.run_folder import DONE, EVALUATIONS, is_finished, mean_by_step, read_config, read_evaluations
+from common.run_folder import DONE, EVALUATIONS, is_finished, lock_of, mean_by_step, read_config, read_evaluations
 
 KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
 
@@ -139,7 +141,12 @@ def train(args: Args) -> None:
         return
     sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
     log.info(f"{len(found)} runs in {args.folder / name}, of which {len(sweep.done)} are finished")
-    execute(sweep, args)
+    (args.folder / name).mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_of(args.folder / name):
+            execute(sweep, args)
+    except Timeout:
+        raise InputError(f"another sweep is running in {args.folder / name}: wait for it or stop it") from None
     print_result(f"{sweep.table(whole=True)}\nresults in {args.folder / name}")
     if sweep.failed:
         raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed: run the same command to start them again")
@@ -171,8 +178,14 @@ def execute(sweep: Sweep, args: Args) -> None:
             if address == "local":
                 raise InputError(f"Ray does not start here: {error}") from error
             raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
+        came: list[int] = []  # signals; Ray raises a KeyboardInterrupt of its own, which does not hold the number
+
+        def interrupt(number: int, _: FrameType | None) -> None:
+            came.append(number)
+            raise KeyboardInterrupt
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, interrupt)
         try:
             drive(sweep, ray)
         except KeyboardInterrupt:
@@ -183,7 +196,7 @@ def execute(sweep: Sweep, args: Args) -> None:
             for reference in sweep.running:
                 ray.cancel(reference)
             ray.wait(list(sweep.running), num_returns=max(1, len(sweep.running)), timeout=120.0)
-            raise SystemExit(130) from None
+            raise SystemExit(128 + came[0]) from None
         finally:
             ray.shutdown()
 
