@@ -250,6 +250,9 @@ def test_a_finished_run_without_its_evaluations(damage: Callable[[str], str], sm
     module("sac").train(args)
     path = args.run_dir / "evaluations.csv"
     path.write_text(damage(path.read_text()), errors="surrogateescape")
+    with pytest.raises(InputError, match=r"evaluations\.csv has changed since the run ended: restore it from a copy"):
+        module("sac").train(args)
+    (args.run_dir / "DONE").write_text("{}")  # that of an older run, which has no checksums
     with pytest.raises(InputError, match=r"evaluations\.csv is missing or damaged: restore it from a copy"):
         module("sac").train(args)
 
@@ -299,6 +302,7 @@ def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPat
     path = small().run_dir / "config.json"
     module("sac").train(small(device="cpu"))
     path.write_text(path.read_text().replace('"gpu": null', '"gpu": "a card"').replace('"cpu",', '"auto",'))
+    (path.parent / "DONE").write_text("{}")
     with pytest.raises(InputError, match=r"device \(cuda there, cpu here\)"):
         module("sac").train(small(device="auto", total_steps=600))
     before = (small().run_dir / "evaluations.csv").read_bytes()
@@ -320,6 +324,7 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     config = json.loads(path.read_text())
     del config["arguments"]["vectorizer"]
     path.write_text(json.dumps(config))
+    (path.parent / "DONE").write_text("{}")
     with pytest.raises(InputError, match="vectorizer \\(sync there, async here\\)"):
         module("sac").train(small(vectorizer="async"))
     assert module("sac").train(small()).step == 400
@@ -332,6 +337,7 @@ def test_a_list_newer_than_the_run_counts_as_its_default_too(small):
     config = json.loads(path.read_text())
     del config["arguments"]["hidden"]
     path.write_text(json.dumps(config))
+    (path.parent / "DONE").write_text("{}")
     assert module("td3").train(small("td3", hidden=(256, 256), total_steps=2)).step == 2
     assert json.loads(path.read_text()) == config
 

@@ -196,7 +196,7 @@ def execute(sweep: Sweep, args: Args) -> None:
             for reference in sweep.running:
                 ray.cancel(reference)
             ray.wait(list(sweep.running), num_returns=max(1, len(sweep.running)), timeout=120.0)
-            raise SystemExit(128 + came[0]) from None
+            raise SystemExit(128 + (came or [signal.SIGINT])[0]) from None
         finally:
             ray.shutdown()
 
