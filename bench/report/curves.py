@@ -79,14 +79,14 @@ def successes(folder: str) -> Curves:
     return curves_of(folder, per_cent)
 
 
-def by_updates() -> Curves:
-    """Return the curves of scores in results/offline, with steps counted from the first update."""
+def by_updates(folder: str = "offline") -> Curves:
+    """Return the curves of scores in results/<folder>, with steps counted from the first update."""
 
     def shifted(run: Kept) -> Curve:
         total = run.config["arguments"]["offline_steps"]
         return {total + step: score for step, score in score_curve(run).items()}
 
-    return curves_of("offline", shifted)
+    return curves_of(folder, shifted)
 
 
 def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:

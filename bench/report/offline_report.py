@@ -69,6 +69,18 @@ def online_table() -> Table:
     return table
 
 
+def ogbench_table() -> Table:
+    """Return the success rates in % of every algorithm on every task of OGBench, by updates on the dataset."""
+    found, updates = by_updates("ogbench"), range(20_000, 100_001, 20_000)
+    table = Table(["", "", *(f"{each:,}" for each in updates)])
+    for task in sorted({task for _, task in found}):
+        for algo, name in labels("ogbench").items():
+            if curves := found.get((algo, task)):
+                rates = ([curve[each] for curve in curves.values() if each in curve] for each in updates)
+                table.rows.append([task, name, *map(spread, rates)])
+    return table
+
+
 def comparison(suite: str, of: Callable[[str], Curves] = scores) -> dict[str, dict[str, dict[str, Curve]]]:
     """Return dataset to label, in the suite's order, to seed to curve, of results/<suite>/<name>/<dataset>/<seed>."""
     found, variants = of(suite), labels(suite)

@@ -31,6 +31,7 @@ from bench.report.offline_report import (
     expo_differences,
     expo_table,
     offline_table,
+    ogbench_table,
     online_table,
     rlpd_table,
     wsrl_table,
@@ -217,6 +218,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
+    "docs/ogbench.md": {"ogbench": ogbench_table},
     "docs/ppo.md": {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },
