@@ -313,8 +313,8 @@ def test_the_bounds_of_an_annotation(bounds: Any):
     [
         ("NonNegativeInt", [0, 1], [-1]),
         ("NonNegative", [0.0, 1e-300], [-1e-300]),
-        ("AnyNumber", [-1e300, 0.0, 1e300], [float("inf")]),
-        ("OptionalNumber", [None, -1e300, 0.0], [float("-inf"), float("nan")]),
+        ("AnyNumber", [-3e38, 0.0, 3e38], [float("inf"), 1e39, -1e300]),
+        ("OptionalNumber", [None, -3e38, 0.0], [float("-inf"), float("nan"), 1e300]),
         ("UnitInterval", [0.0, 0.5, 1.0], [-1e-300, 1.0000001]),
         ("Fraction", [1e-300, 1.0], [0.0, 1.0000001]),
         ("OpenFraction", [1e-300, 0.9999999], [0.0, 1.0]),
