@@ -18,18 +18,18 @@ EPISODE = 2**9  # of an evaluation
 
 
 def require_room(args: RunArgs, device: torch.device) -> None:
-    """Raise InputError for the first flags whose sizes alone need more memory than is free on their device."""
-    free = {where: free_memory(where) for where in {device, torch.device("cpu")}}
-    for flags, need, where in _needs(args, device):
-        if need > free[where]:
+    """Raise InputError for the first flag whose size alone needs more memory than is free on its device."""
+    free = {each: free_memory(each) for each in {device, torch.device("cpu")}}
+    for flag, need, holder in _needs(args, device):
+        if need > free[holder]:
             raise InputError(
-                f"{flags} needs {need / 1e9:,.0f} GB of memory or more, and {free[where] / 1e9:,.1f} GB are free: "
+                f"{flag} needs {need / 1e9:,.0f} GB of memory or more, and {free[holder] / 1e9:,.1f} GB are free: "
                 "give a smaller number"
             )
 
 
 def _needs(args: RunArgs, device: torch.device) -> Iterator[tuple[str, int, torch.device]]:
-    """Yield flags, the bytes that they need at least, and where."""
+    """Yield a flag, the bytes that it needs at least, and the device that holds them."""
 
     def size(name: str) -> Any:
         value = getattr(args, name, 1)
@@ -45,7 +45,7 @@ def _needs(args: RunArgs, device: torch.device) -> Iterator[tuple[str, int, torc
         weights = sum(a * b for a, b in itertools.pairwise(layers)) + sum(layers)
         yield f"--{name.replace('_', '-')}", weights * WEIGHT, device
         yield "--critics", size("critics") * weights * WEIGHT, device
-    yield "--width and --blocks", 8 * size("width") ** 2 * size("blocks") * WEIGHT, device
+    yield "--width", 8 * size("width") ** 2 * size("blocks") * WEIGHT, device
     for name in ("batch_size", "minibatch_size"):
         rows = size(name) * size("cql_actions")
         yield f"--{name.replace('_', '-')}", rows * max(widest, size("width")) * NUMBER, device

@@ -233,6 +233,11 @@ def same(a: Any, b: Any) -> bool:
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file's bytes, without the lock."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def replay_bytes(folder: Path) -> bytes:
     """The rows of the replay buffer, in order."""
     return b"".join(path.read_bytes() for path in sorted((folder / "checkpoint" / "replay").glob("*.rows")))

@@ -1,9 +1,9 @@
 """Trains again and again, killed (SIGKILL) at the n-th time that it reaches each place in turn.
 
-kill_at.py ALGO "PLACE N, PLACE N, ..." FLAGS... ends with 1 where a training was not killed. Each is a process of its
-own; they share the seconds of imports. "Ctrl-C N" is a SIGINT, which must end it with 130. "any N" is N kills at random
-instants, after which it says at which steps the checkpoints were. "end 1" lets the training run to its end, or ends
-with 1.
+kill_at.py ALGO "PLACE N, PLACE N, ..." FLAGS... ends with 1 if a training does not end as its place asks. Each is a
+process of its own; they share the seconds of imports. "Ctrl-C N" is a SIGINT at the N-th report, which must end it with
+130. "any N" is N kills at random instants, after which it prints the steps of the checkpoints. "end 1" lets the
+training run to its end.
 """
 
 import importlib
@@ -39,6 +39,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rename": (Path, "replace"),
     "Ctrl-C": (common.run.Run, "report"),
 }
+STATUS = {"end": 0, "Ctrl-C": 130}  # of a training that no SIGKILL ends
 
 
 def kill_at(place: str, n: int) -> None:
@@ -60,7 +61,7 @@ def start(place: str = "", n: int = 0) -> int:
     """The training's process, which kills itself at the n-th `place`."""
     child = os.fork()  # nothing has computed yet: no thread is lost
     if child == 0:
-        if place:
+        if place in PLACES:
             kill_at(place, n)
         command_line(algorithm.train, algorithm.Args)
         os._exit(0)
@@ -107,9 +108,8 @@ if __name__ == "__main__":
     for place, n in places:
         if place == "any":
             kill_at_random(n)
-        elif place in ("end", "Ctrl-C"):
-            ended = os.waitpid(start(place, n) if place == "Ctrl-C" else start(), 0)[1]
-            if os.waitstatus_to_exitcode(ended) != (130 if place == "Ctrl-C" else 0):
+        elif place in STATUS:
+            if os.waitstatus_to_exitcode(os.waitpid(start(place, n), 0)[1]) != STATUS[place]:
                 sys.exit("it failed")
         else:
             was_killed(start(place, n))

@@ -27,6 +27,7 @@ from conftest import (
     ROOT,
     arguments_of,
     command,
+    contents,
     every_algorithm,
     final_state,
     flags,
@@ -283,11 +284,6 @@ def bound_by_permissions(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file's bytes, without the lock."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def stopped_run(folder: Path) -> None:

@@ -159,7 +159,7 @@ def test_hidden_generators(bits: Any) -> None:
     assert rollout(fresh, np.ones((60, 1))) == expected
 
 
-def test_irreproducible_environment_starts_anew() -> None:
+def test_irreproducible_environment_starts_a_new_episode() -> None:
     env = ExactState(Toy(outside=True))
     env.reset(seed=0)
     rollout(env, np.ones((5, 1)))

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import arguments_of, flags, killed_at, module
-from test_bad_input import contents
+from conftest import arguments_of, contents, flags, killed_at, module
 
 from bench.pages.runs_page import read_runs
 from bench.report.archive_run import keep, kept_runs

@@ -35,7 +35,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's own settings")
-def test_freed_blocks_are_not_fetched_anew():
+def test_freed_blocks_are_not_fetched_again():
     """640 MB of blocks are 160 000 pages of 4 kB, nearly all of which came from the kernel; now few may."""
     result = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, cwd=ROOT, check=True)
     assert int(result.stdout) < 50_000, result.stderr

@@ -222,7 +222,7 @@ class TestRemote:
         (shelf / "mine").rename(shelf / "gone")
         assert len(load("mine/made-v0")) == 3
 
-    def test_a_download_that_was_killed_is_begun_anew(self, shelf: Path, own_folder: Path) -> None:
+    def test_a_killed_download_starts_again(self, shelf: Path, own_folder: Path) -> None:
         (own_folder / "mine" / "made-v0" / "data").mkdir(parents=True)
         assert len(load("mine/made-v0")) == 3
 

@@ -172,7 +172,7 @@ def test_a_killed_command_resumes_and_jobs_change_nothing(tmp_path: Path) -> Non
     assert all(path.stat().st_mtime_ns == made for path, made in kept.items())
     assert resumed.wait(120) == 0
     assert not parts.exists()
-    parts.mkdir()  # as a kill leaves it that comes behind the last file
+    parts.mkdir()  # a kill after the last file leaves it
     assert started("a", 1).wait(120) == 0
     assert not parts.exists()
     assert started("b", 2).wait(120) == 0

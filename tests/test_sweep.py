@@ -129,7 +129,7 @@ class TestSuites:
             sweep.train(Args(suite(RUN.format(steps=1, seeds=1)), **{flag: -1}))
 
     def test_two_sweeps_in_one_folder(self, suite, tmp_path: Path):
-        """The second says so at once, and starts nothing."""
+        """The second is refused at once, and starts nothing."""
         folder = tmp_path / "runs" / "mine"
         folder.mkdir(parents=True)
         with FileLock(folder / ".lock"), pytest.raises(InputError, match=f"another sweep is running in {folder}"):

@@ -139,7 +139,7 @@ def make(task: Task, args: Args) -> None:
         if args.described:
             write_json(args.described / note.name, before)
         log.info(f"{before['transitions']:,} transitions are in {paths['train']}")
-    shutil.rmtree(parts, ignore_errors=True)  # a kill may have left them behind whole files
+    shutil.rmtree(parts, ignore_errors=True)  # they are left if a kill came after the last file
 
 
 def _make_files(

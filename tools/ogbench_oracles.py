@@ -22,7 +22,7 @@ from offline.arrays import Array
 
 MAX_ATTEMPTS = 100  # at a healthy episode
 NOISE = 0.1  # of the manipulation oracles
-# Chance that the next cube goes onto another one: each episode draws it from this range.
+# Chance that the next cube is stacked on another one. Each episode draws it from this range.
 STACKING = {
     "double": (0.0, 0.25),
     "triple": (0.05, 0.35),
