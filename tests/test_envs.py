@@ -122,6 +122,14 @@ def test_a_step_that_misbehaves_is_told_in_two_lines(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_reset_without_info_is_refused() -> None:
+    """As environments of Gym before 0.26 have it."""
+    env = make("Odd-v0")
+    env.unwrapped.reset = lambda **_: np.zeros(3, np.float32)  # type: ignore[attr-defined, method-assign]
+    with pytest.raises(InputError, match=r"Odd-v0 is created but cannot start.*unpack.*\n.*its reset returns obs and"):
+        env.reset()
+
+
 def test_an_info_that_is_no_dict_is_refused() -> None:
     env = make("Odd-v0")
     env.reset()
@@ -340,7 +348,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     assert "Did you mean" not in str(caught.value)
 
 
-class Odd(gym.Env):
+class WithSpaces(gym.Env):
     def __init__(self, actions: gym.Space = Box(-1, 1, (2,)), obs: gym.Space = Box(-1, 1, (2,))) -> None:  # noqa: B008
         self.action_space, self.observation_space = actions, obs
 
@@ -375,7 +383,7 @@ REFUSED = {
 }
 
 
-class Strict(Odd):
+class Strict(WithSpaces):
     """Takes no action outside of its box, the bounds of which float32 does not meet again when it rescales."""
 
     def __init__(self) -> None:
@@ -419,7 +427,7 @@ def test_refusals_take_two_lines_and_name_the_cure(env_id: str, monkeypatch: pyt
         "Discrete": {"obs": Discrete(3)},
     }
     for name, kwargs in odd.items():
-        gym.register(f"{name}-v0", Odd, kwargs=kwargs)
+        gym.register(f"{name}-v0", WithSpaces, kwargs=kwargs)
     gym.register("Fails-v0", refuse)
     with pytest.raises(InputError, match=REFUSED[env_id]) as caught:
         make(env_id)
