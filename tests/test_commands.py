@@ -20,6 +20,7 @@ from test_compare import write
 from test_video import Film
 
 from common.command_line import parse
+from envs.ogbench import is_task
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHORT = {"total_steps": 64, "eval_every": 64, "eval_episodes": 1}  # the short form of a long training
@@ -116,6 +117,8 @@ def test_a_training_of_the_docs_runs(command: str, tmp_path: Path):
     args = in_short(program, flags, tmp_path / "run")
     if getattr(args, "vectorizer", None) == "envpool":
         pytest.importorskip("envpool")
+    if is_task(args.env or ""):
+        pytest.importorskip("ogbench", reason="needs OGBench's package: make .venv/ogbench")
     result = imported(ROOT / program).train(args)
     assert len(result.episodes) == args.eval_episodes
 
