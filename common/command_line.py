@@ -14,6 +14,7 @@ import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from common import start
 from common.arguments import Unset, converted
 from common.errors import Finished, InputError, RunError
 from common.memory import report_out_of_memory
@@ -46,6 +47,7 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     """
     program = Path(sys.argv[0]).name
     try:
+        start.end_imports()
         with exit_if_unread():
             args = parse(arguments)
         report_out_of_memory(train)(args)

@@ -6,6 +6,7 @@ Both kinds keep the contract of `envs.make.make_vector`, which makes them.
 import contextlib
 import importlib
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -79,7 +80,8 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
 
 
 def _work(*args: Any) -> None:
-    os.setpgrp()  # Ctrl-C reaches a terminal's whole process group, but the run must still write a checkpoint
+    os.setpgrp()  # a terminal's Ctrl-C and timeout's SIGTERM reach a whole group, but the run must write a checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent was killed: end silently
         _async_worker(*args)
 

@@ -7,6 +7,8 @@ The episodes are those of the run's own evaluations, at the speed of the simulat
 install.
 """
 
+import common.start
+
 import contextlib
 import itertools
 import math
