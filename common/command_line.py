@@ -48,6 +48,8 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     program = Path(sys.argv[0]).name
     try:
         start.end_imports()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack Greek letters
         with exit_if_unread():
             args = parse(arguments)
         report_out_of_memory(train)(args)
@@ -117,7 +119,9 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
         if not stop.code:
             raise
     # tyro draws a box of many lines. The error stands above its first rule, the suggestion below.
-    lines = [line.strip("│╭╮╰╯ ─") for line in printed.getvalue().splitlines()[1:]]
+    # Its rules are hyphens where stdout is not UTF-8.
+    lines = [re.sub("^[│╭╮╰╯─ -]*$", "", line).strip("│ ") for line in printed.getvalue().splitlines()[1:]]
+    lines = lines[lines[0] == "" :]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
     example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)

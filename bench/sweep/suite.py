@@ -65,7 +65,7 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
     """Return a suite's name and entries. Raise InputError if the file is missing, damaged or has unknown keys."""
     path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
         raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
