@@ -1,5 +1,7 @@
 """Download a file: resume an interrupted download, check the file, and put it in place in one step."""
 
+import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -70,6 +72,25 @@ def download(url: str, path: Path, check: Callable[[Path], object], variable: st
         ) from None
     except PermissionError as error:
         raise InputError(f"{path.parent} cannot be written ({error.strerror}): set {variable}") from None
+
+
+def require_same(path: Path) -> None:
+    """Raise InputError if the file is not the one that was first used at `path`.
+
+    The first call writes the file's SHA-256 to `path`.sha256, which `sha256sum -c` reads. Later calls compare it, also
+    after another download. A folder that cannot be written remembers nothing.
+    """
+    note = path.with_name(f"{path.name}.sha256")
+    with path.open("rb") as file:
+        line = f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
+    if not note.exists():
+        with contextlib.suppress(PermissionError), replacing(note) as file:
+            file.write(line.encode())
+    elif note.read_bytes() != line.encode():
+        raise InputError(
+            f"{path} is not the file that was first used here: restore it, "
+            f"or delete {note.name} next to it to accept the new one"
+        )
 
 
 def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path], object]) -> None:
