@@ -18,7 +18,7 @@ from common import start
 from common.arguments import Unset, converted
 from common.errors import Finished, InputError, RunError
 from common.memory import report_out_of_memory
-from common.messages import exit_if_unread, log
+from common.messages import exit_if_unread, log, log_error
 
 T = TypeVar("T")
 PLACEHOLDERS: dict[Any, Any] = {bool: False, int: 1, float: 0.5, float | None: 0.5}
@@ -58,10 +58,10 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     except KeyboardInterrupt:  # before a run begins; a run handles the signal itself
         raise SystemExit(130) from None
     except InputError as error:
-        log.error(f"{program}: {error}")
+        log_error(f"{program}: {error}", error)
         raise SystemExit(2) from None
     except RunError as error:
-        log.error(f"{program}: {error}")
+        log_error(f"{program}: {error}", error)
         raise SystemExit(1) from None
     except torch.OutOfMemoryError as error:
         full = str(error).partition(". ")[0]  # the first sentence of a paragraph

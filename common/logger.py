@@ -21,7 +21,7 @@ from torch import Tensor
 from common.checkpoint import RESTORE_OR_RESTART
 from common.errors import InputError, diverged
 from common.evaluate import Episode
-from common.messages import log
+from common.messages import keep_errors, log
 from common.progress import Progress
 from common.run_folder import COLUMNS, EVALUATIONS, crc_of
 from common.run_folder import METRICS as METRICS_FILE
@@ -51,6 +51,7 @@ class Logger:
         self._events = _AppendedFile(folder / f"events.out.tfevents.{folder.name}", state)
         for file in (self._metrics, self._evaluations, self._events):
             file.cut_back()  # after all were checked, so that a refused command changes nothing
+        keep_errors(folder / "errors.log")
         self._event_writer = RecordWriter(self._events)
         if not state:
             self._write_rows(self._metrics, [METRICS])
@@ -117,6 +118,7 @@ class Logger:
         log.info(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
 
     def close(self) -> None:
+        keep_errors(None)
         self.progress.close()
         for rows in (self._metrics, self._evaluations, self._events):
             rows.file.close()

@@ -57,11 +57,12 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
         """Raise an error of this project unchanged, without the traceback that Gymnasium would print."""
         successes = list(successes)
         failed = [self.error_queue.get() for success in successes if not success]
-        for _, kind, error, _ in failed:
+        for _, kind, error, trace in failed:
             if issubclass(kind, InputError | RunError):
                 for process in self.processes:
                     process.terminate()
                 self.closed = True  # otherwise Gymnasium would wait for their answers
+                error.add_note(trace)
                 raise error
         for each in failed:
             self.error_queue.put(each)
