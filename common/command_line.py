@@ -43,7 +43,8 @@ def _converted(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     """Run `train` with the command line's arguments, and exit with a message of at most two lines if it fails.
 
-    The exit status is 2 for bad input. It is 1 for a failed run, a GPU that is out of memory and a full disk.
+    The exit status is 2 for bad input. It is 1 for a failed run, a GPU that is out of memory, a full disk, and a file
+    that cannot be read or written.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -68,10 +69,13 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         log.error(f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the GPU")
         raise SystemExit(1) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if error.errno is None or not (is_full or error.filename):  # not of a file
             raise
-        where = error.filename or "the run folder"
-        log.error(f"{program}: {error.strerror} ({where}): make room, then run the same command again")
+        # A rename fails because of what is at its end.
+        where = error.filename2 or error.filename or "the run folder"
+        cure = "make room" if is_full else "correct that"
+        log.error(f"{program}: {error.strerror} ({where}): {cure}, then run the same command again")
         raise SystemExit(1) from None
 
 

@@ -108,11 +108,12 @@ def read_policy(path: Path) -> PolicyFile:
         tensors = load(data)
         size = int.from_bytes(data[:8], "little")
         facts = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FACTS])
-        if not (isinstance(facts["algo"], str) and isinstance(facts["arguments"], dict)):
-            raise TypeError
+        kinds = {"algo": str, "arguments": dict, "step": int, "return": int | float}
+        if not all(isinstance(facts[name], kind) for name, kind in kinds.items()):
+            raise TypeError("a fact is of another kind")
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is damaged, or not a policy of onramp: {type(error).__name__} {error}") from None
     if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point()):
         raise InputError(f"{path} holds weights that are not finite: give another policy")
@@ -130,5 +131,5 @@ def load_into(agent: object, tensors: dict[str, Tensor]) -> None:
         elif isinstance(value, np.ndarray):
             state[name] = tensor.numpy()
         else:
-            state[name] = tensor.item() if isinstance(value, int | float) else tensor
+            state[name] = tensor.item() if isinstance(value, int | float) and tensor.numel() == 1 else tensor
     checkpoint.restore(agent, state_of(agent) | state, otherwise="give another policy")

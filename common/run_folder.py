@@ -1,21 +1,23 @@
 """A run folder: its files, how each is read, and the lock that keeps a second process out."""
 
+import contextlib
 import csv
 import gzip
 import io
 import json
+import os
 import re
 import statistics
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from common import checkpoint
-from common.errors import InputError
+from common.errors import InputError, RunError
 from common.evaluate import Episode
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
@@ -42,7 +44,7 @@ def is_finished(folder: Path) -> bool:
     return (folder / DONE).exists()
 
 
-def crc_of(file: BinaryIO, size: int) -> int:
+def crc_of(file: IO[bytes], size: int) -> int:
     """Return the CRC-32 of the next `size` bytes of a file, or of those that are left."""
     crc = 0
     while block := file.read(min(size, 2**20)):
@@ -52,7 +54,7 @@ def crc_of(file: BinaryIO, size: int) -> int:
 
 def checksum(path: Path) -> str:
     """Return the CRC-32 of a file in eight hexadecimal digits."""
-    with path.open("rb") as file:
+    with checkpoint.open_regular(path, "rb") as file:
         return f"{crc_of(file, path.stat().st_size):08x}"
 
 
@@ -158,6 +160,36 @@ def lock_of(folder: Path, timeout: float = 0) -> FileLock:
     """
     path = folder.resolve() / LOCK
     return FileLock(path, timeout, thread_local=False, is_singleton=True, fallback_to_soft=False)
+
+
+class OwnFolder:
+    """The lock that a run holds on its folder. It also shows whether the folder is still the run's."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock. Raises InputError if another process has it, or if it cannot be taken."""
+        self._folder, self._lock = folder, lock_of(folder)
+        self._lock.release(force=True)  # a failed run of this process may hold it, in a folder that is gone
+        try:
+            self._lock.acquire()
+            self._locked = os.stat(self._lock.lock_file)
+        except Timeout:
+            raise InputError(f"another process is running in {folder}: wait for it or stop it") from None
+        except OSError as error:
+            where = f"{folder / LOCK} cannot be locked ({error.strerror})"
+            raise InputError(f"{where}: correct that, or give another --run-dir") from None
+
+    def require(self) -> None:
+        """Raise RunError if the folder was moved, deleted or replaced since the lock was taken."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self._locked, os.stat(self._folder / LOCK)):  # what is locked keeps its inode
+                return
+        raise RunError(
+            f"{self._folder} is no longer the folder that this run locked: it was moved, deleted or replaced\n"
+            "put it back, then run the same command again"
+        )
+
+    def release(self) -> None:
+        self._lock.release(force=True)
 
 
 def run_config(folder: Path) -> dict[str, Any]:

@@ -126,6 +126,8 @@ def _insist(url: str, part: Path, facts: Path) -> None:
 
 def _receive(url: str, part: Path, facts: Path) -> None:
     """Append what is missing to `part`. Raises IncompleteRead if its size is not the promised one."""
+    if part.is_symlink() or not part.is_file():  # a link or a pipe that was put there is never written through
+        part.unlink(missing_ok=True)
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "onramp", "Accept-Encoding": "identity"}
     if have and (same_file := _validator(facts)):
