@@ -175,7 +175,8 @@ class OwnFolder:
         except Timeout:
             raise InputError(f"another process is running in {folder}: wait for it or stop it") from None
         except OSError as error:
-            where = f"{folder / LOCK} cannot be locked ({error.strerror})"
+            reason = "it is a symbolic link" if (folder / LOCK).is_symlink() else error.strerror
+            where = f"{folder / LOCK} cannot be locked ({reason})"
             raise InputError(f"{where}: correct that, or give another --run-dir") from None
 
     def require(self) -> None:

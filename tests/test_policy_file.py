@@ -96,7 +96,7 @@ def test_without_evaluations_there_is_no_policy_file(small: Callable[..., Any]) 
     assert not (module("sac").train(small(total_steps=60, eval_episodes=0)).folder / "policy").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "text", "foreign", "infinite", "facts", "shape"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "foreign", "infinite", "facts", "step", "shape"])
 def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_path: Path) -> None:
     folder = module("sac").train(small(total_steps=60)).folder
     path = folder / "policy" / "last.safetensors"
@@ -105,6 +105,8 @@ def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_p
         path.write_bytes({"cut": whole[:-9], "empty": b"", "text": b"not a policy at all"}[damage])
     else:
         metadata = {"onramp": '{"algo": 3}'} if damage == "facts" else None
+        if damage == "step":
+            metadata = {"onramp": json.dumps({k: v for k, v in file.facts.items() if k != "step"})}
         tensors = dict(file.tensors)
         if damage in ("infinite", "shape"):
             name = next(iter(tensors))
@@ -121,3 +123,15 @@ def test_a_file_that_is_missing_or_a_name_that_is_unknown(tmp_path: Path) -> Non
         read_trained(tmp_path / "policy.safetensors")
     with pytest.raises(InputError, match="sac/Nowhere-v0"):
         load_policy("sac/Nowhere-v0", PENDULUM, 0, deterministic=True)
+
+
+def test_weights_that_would_be_broadcast_are_refused() -> None:
+    """A tensor, an array or a number of another shape: PyTorch and NumPy would repeat or convert it."""
+    agent = agent_of("sac")
+    agent.scale, agent.gain = np.ones(4), 1.0
+    for name in ("log_alpha", "scale", "gain"):
+        for shape in ([1], [2]):
+            with pytest.raises(InputError, match=rf"does not fit {name}: its shape is \[.\]"):
+                load_into(agent, {name: torch.ones(shape)})
+            if name == "gain":
+                break

@@ -26,7 +26,7 @@ from common.run_folder import CONFIG, has_checkpoint, read_config, state_path, t
 from envs.d4rl import PointMaze
 from envs.settings import settings_in
 from offline.environments import environment_of
-from tools.stable_baselines import read_stable_baselines, sha256
+from tools.stable_baselines import digest, read_stable_baselines
 from tools.waypoints import NOISE, Waypoints
 
 POLICIES = Path(__file__).resolve().parents[1] / "results" / "policies"  # <algorithm>/<task>.safetensors
@@ -146,7 +146,7 @@ def read_trained(source: str | Path) -> Trained:
     if path.suffix != SUFFIX:
         return read_run(path)
     file = read_policy(path)
-    facts = {"kind": "policy file", "name": "/".join(path.resolve().parts[-3:]), "sha256": {path.name: sha256(path)}}
+    facts = {"kind": "policy file", "name": "/".join(path.resolve().parts[-3:]), "sha256": {path.name: digest(path)}}
     facts |= {"algorithm": file.facts["algo"], "step": file.facts["step"]}
     return Trained(path, file.facts["algo"], file.facts["arguments"], facts, file.tensors)
 
@@ -159,7 +159,7 @@ def read_run(folder: Path) -> Trained:
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")
     state = checkpoint.load(state_path(folder))
     config = read_config(folder, "is damaged, or was written by something else")
-    sha256 = {str(path.relative_to(folder)): sha256(path) for path in (folder / CONFIG, state_path(folder))}
+    sha256 = {str(path.relative_to(folder)): digest(path) for path in (folder / CONFIG, state_path(folder))}
     facts = {"kind": "run", "name": folder.resolve().name, "sha256": sha256}
     facts |= {"algorithm": config["algo"], "step": state["logger"]["step"]}
     return Trained(folder, config["algo"], config["arguments"], facts, state)

@@ -27,6 +27,7 @@ from common.errors import InputError
 from common.messages import log
 
 LARGEST = 2**30  # bytes of a file once unpacked; a policy of 1024 units takes 2**26
+BAD_FILE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError)
 Array = NDArray[Any]
 Layer = tuple[Tensor, Tensor]  # weight [out, in], bias [out]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -69,7 +70,9 @@ def read_stable_baselines(
     activation = _activation(path, said, "Tanh" if on_policy else "ReLU")
     use_sde = bool(data.get("use_sde")) or (log_std is not None and log_std.ndim == 2)
     # gSDE's mean is followed by a clamp, so its layer is the first in an nn.Sequential.
-    clip_mean = float(said.get("clip_mean", 2.0)) if use_sde and names[-1] == "actor.mu.0" else None
+    clip_mean = said.get("clip_mean", 2.0) if use_sde and names[-1] == "actor.mu.0" else None
+    if not isinstance(clip_mean, int | float | None):
+        raise InputError(f"{path} has a clip_mean of {clip_mean!r:.80}: give another policy")
     if not deterministic and use_sde:
         raise InputError(f"{path} explores by gSDE, which is not reproduced here: give --deterministic")
     if not deterministic and log_std is None and log_std_layer is None:
@@ -96,7 +99,7 @@ def read_stable_baselines(
         return unit
 
     _check_shapes(path, env, layers, act)
-    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": sha256(path)} | statistics
+    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": digest(path)} | statistics
     facts["algorithm"] = "ppo or a2c" if on_policy else module[1] if module else "unknown"
     return act, facts | {"step": data.get("num_timesteps")}
 
@@ -116,15 +119,13 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         weights = torch.load(io.BytesIO(policy), map_location="cpu", weights_only=True)
         data = json.loads(said)
-        if (
-            isinstance(weights, dict)
-            and sum(v.numel() for v in weights.values() if isinstance(v, Tensor)) > LARGEST // 4
-        ):
-            raise ValueError  # a tensor of stride 0 repeats its numbers, and takes no room in the file
-    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError):
+    except BAD_FILE:
         raise InputError(f"{path} holds more than tensors, or is damaged: give another policy") from None
     if not (isinstance(weights, dict) and isinstance(data, dict)):
         raise InputError(f"{path} is not a Stable-Baselines3 policy")
+    numbers = sum(v.numel() for v in weights.values() if isinstance(v, Tensor))
+    if 4 * numbers > LARGEST:  # a tensor of stride 0 repeats a number that the file holds once
+        raise InputError(f"{path} holds {numbers:,} weights, and a policy takes {LARGEST // 4:,} at most")
     tensors = {str(k): v.float() for k, v in weights.items() if isinstance(v, Tensor)}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise InputError(f"{path} holds weights that are not finite: give another policy")
@@ -155,7 +156,7 @@ def _vec_normalize(
         return lambda obs: obs, {}
     try:
         with np.load(export, allow_pickle=False) as file:
-            facts = {"vec_normalize": sha256(export)}
+            facts = {"vec_normalize": digest(export)}
             if "norm_obs" in file and not file["norm_obs"]:  # it normalised rewards alone
                 return lambda obs: obs, facts
             mean, var = (np.asarray(file[name], np.float64) for name in ("mean", "var"))
@@ -251,5 +252,5 @@ def _spec(env: gym.Env[Any, Any]) -> gym.envs.registration.EnvSpec:
     return spec
 
 
-def sha256(path: Path) -> str:
+def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
