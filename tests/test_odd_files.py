@@ -132,6 +132,11 @@ def test_a_link_or_pipe_at_a_part_file_is_replaced(tmp_path: Path):
         assert (tmp_path / "file").read_bytes() == b"state"
         assert not (tmp_path / "file").is_symlink()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "precious"]
+    (tmp_path / "file.part").symlink_to(precious)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # the link is put there just after the check
+        with pytest.raises(FileExistsError), replacing(tmp_path / "file") as file:
+            file.write(b"state")
     assert precious.read_text() == "years of work"
 
 
