@@ -102,6 +102,7 @@ def test_a_file_of_the_wrong_kind_ends_in_one_line(copied: Path, capsys: pytest.
             assert len(said.strip().splitlines()) <= 2
             named = copied if (name, kind) == ("config.json", "link") else copied / name
             assert str(named) in said, (name, said)
+            assert ".part" not in said
 
 
 @pytest.mark.parametrize("name", ["config.json", "checkpoint/state.pt", "policy/last.safetensors", "DONE"])
