@@ -16,7 +16,7 @@ from common import checkpoint
 from common.errors import InputError
 from common.run_folder import read_last_evaluation
 
-LOGS = ("evaluations.csv", "metrics.csv", "events.out.tfevents.1")
+LOGS = ("evaluations.csv", "metrics.csv", "events.out.tfevents.run")
 
 
 def flipped(data: bytearray, chance: random.Random) -> bytes:
