@@ -40,6 +40,7 @@ class _ErrorFile(logging.Handler):
             file.write(self.format(record) + "\n\n")
 
 
+LONGEST = 2_000  # characters of a line of an error; a value may have any length
 log = logging.getLogger("onramp")
 log.setLevel(logging.INFO)
 log.propagate = False  # a notebook's own handler would print each message again
@@ -55,10 +56,13 @@ def keep_errors(path: Path | None) -> None:
 
 
 def log_error(message: str, error: Exception) -> None:
-    """Log an error. If it has a cause, the message ends with the file that has its traceback."""
+    """Log an error, with long lines shortened. If it has a cause, the message ends with the file of its traceback."""
+    lines = [
+        line if len(line) <= LONGEST else f"{line[: LONGEST - 200]} … {line[-200:]}" for line in message.splitlines()
+    ]
     files = _error_files() if error.__cause__ or hasattr(error, "__notes__") else []
     where = "".join(f" (traceback: {file.path})" for file in files)
-    log.error(message + where, exc_info=error)
+    log.error("\n".join(lines) + where, exc_info=error)
 
 
 def _error_files() -> list[_ErrorFile]:

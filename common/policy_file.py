@@ -6,6 +6,7 @@ The format is safetensors. It holds tensors and text only, and reading it execut
 import json
 import math
 import statistics
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from common.evaluate import Act
 from common.run_folder import EVALUATIONS, POLICY_FOLDER, mean_by_step, read_evaluations
 
 SUFFIX = ".safetensors"
-FACTS = "onramp"  # the key of the facts in the file's metadata
+FACTS, CHECKSUM = "onramp", "crc32"  # keys in the file's metadata
 
 
 class PolicyFile(NamedTuple):
@@ -70,8 +71,15 @@ def write_policy(path: Path, agent: object, names: set[str], facts: dict[str, An
         if name in names and not isinstance(vars(agent)[name], torch.Generator):
             for key, value in state.items() if isinstance(state, dict) else [("", state)]:
                 tensors[f"{name}.{key}" if key else name] = torch.as_tensor(value).detach().cpu().contiguous().clone()
+    text = json.dumps(facts)
+    crc = _checksum(text, save(tensors))
     with replacing(path) as file:
-        file.write(save(tensors, {FACTS: json.dumps(facts)}))
+        file.write(save(tensors, {FACTS: text, CHECKSUM: crc}))
+
+
+def _checksum(facts: str, data: bytes) -> str:
+    """Return the CRC-32 of the facts and of the tensors' bytes, which follow the header in a file's data."""
+    return f"{zlib.crc32(data[8 + int.from_bytes(data[:8], 'little') :], zlib.crc32(facts.encode())):08x}"
 
 
 class KeptPolicies:
@@ -107,7 +115,10 @@ def read_policy(path: Path) -> PolicyFile:
         data = read_bytes(path)
         tensors = load(data)
         size = int.from_bytes(data[:8], "little")
-        facts = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FACTS])
+        stored = json.loads(data[8 : 8 + size])["__metadata__"]
+        facts = json.loads(stored[FACTS])
+        if stored.get(CHECKSUM, crc := _checksum(stored[FACTS], data)) != crc:  # older files have none
+            raise ValueError("its checksum differs")
         kinds = {"algo": str, "arguments": dict, "step": int, "return": int | float}
         if not all(isinstance(facts[name], kind) for name, kind in kinds.items()):
             raise TypeError("a fact is of another kind")

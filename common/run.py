@@ -20,7 +20,7 @@ from common import checkpoint, run_folder
 from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
-from common.errors import Finished, InputError
+from common.errors import Finished, InputError, Stopped
 from common.evaluate import Act, Episode
 from common.launch import Launch
 from common.logger import Logger, start_wandb
@@ -208,7 +208,7 @@ class Run:
 
     def _write_config(self, facts: dict[str, Any]) -> None:
         with checkpoint.replacing(self.folder / CONFIG) as file:
-            file.write(json.dumps(facts | {"form": self.launch.form}, indent=2).encode())
+            file.write(run_folder.config_text(facts | {"form": self.launch.form}).encode())
 
     def _note_form(self, message: str) -> None:
         """Print what `launch` reports, and store the form, which may have changed."""
@@ -390,6 +390,6 @@ class Run:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._signal:  # at the second signal, at once
-            raise SystemExit(128 + number)
+            raise Stopped(128 + number)
         self._signal = number
         log.info("stopping after this step and a checkpoint (a second signal stops at once)")

@@ -22,6 +22,8 @@ from common.evaluate import Episode
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
+# "configuration" and "threads" are those of archived runs of other programs. With other keys it is no run's.
+CONFIG_KEYS = {"algo", "arguments", "versions", "commit", "hardware", "form", "time", "own", "configuration", "threads"}
 LOCK = ".lock"
 RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
@@ -59,26 +61,34 @@ def checksum(path: Path) -> str:
 
 
 def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
-    """Write DONE, with the run's last step and the checksums of its logs, to which that of config.json is added."""
-    sums = checksums | {CONFIG: checksum(folder / CONFIG)}
+    """Write DONE, with the run's last step and the checksums of its logs, of config.json and of DONE itself."""
+    facts = {"step": step, "checksums": checksums | {CONFIG: checksum(folder / CONFIG)}}
     with checkpoint.replacing(folder / DONE) as file:
-        file.write(json.dumps({"step": step, "checksums": sums}).encode())
+        file.write(json.dumps(facts | {"own": _own_checksum(facts)}).encode())
+
+
+def _own_checksum(facts: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
 
 def require_unchanged(folder: Path) -> None:
     """Raise InputError if a file of a finished run is not what the run wrote.
 
-    Files that are absent are not missed, and of runs before version 0.2 nothing is known. An unfinished run is checked
+    Files that are absent are not missed. The DONE of an older run may hold no checksums. An unfinished run is checked
     when it resumes.
     """
     path = folder / DONE
     if not checkpoint.exists(path):
         return
     try:
-        wanted = json.loads(checkpoint.read_bytes(path) or "{}").get("checksums", {}).items()
-    except (ValueError, AttributeError):
+        facts = json.loads(checkpoint.read_bytes(path) or "{}")
+        own = facts.pop("own", None)
+        if not facts.keys() <= {"step", "checksums"} or own not in (None, _own_checksum(facts)):
+            raise ValueError
+        wanted = facts.get("checksums", {})
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
-    for name, written in wanted:
+    for name, written in wanted.items():
         if checkpoint.exists(folder / name) and checksum(folder / name) != written:
             raise InputError(f"{folder / name} has changed since the run ended: {RESTORE_FINISHED}")
 
@@ -91,11 +101,20 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         config: dict[str, Any] = json.loads(checkpoint.read_bytes(path))
+        if not config.keys() <= CONFIG_KEYS:
+            raise ValueError
+        if config.pop("own", None) not in (None, _own_checksum(config)):  # older runs have none
+            raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
         if not (isinstance(config["algo"], str) and isinstance(config["arguments"], dict)):
             raise TypeError
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} {otherwise}") from None
     return config
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """Return the text of config.json, which ends with its own checksum."""
+    return json.dumps(config | {"own": _own_checksum(config)}, indent=2)
 
 
 def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:

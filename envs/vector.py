@@ -54,11 +54,11 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
             return super().call(name, *args, **kwargs)
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """Raise an error of this project unchanged, without the traceback that Gymnasium would print."""
+        """Raise an error of this project, or a lack of memory, unchanged, without Gymnasium's traceback."""
         successes = list(successes)
         failed = [self.error_queue.get() for success in successes if not success]
         for _, kind, error, trace in failed:
-            if issubclass(kind, InputError | RunError):
+            if issubclass(kind, InputError | RunError | MemoryError):
                 for process in self.processes:
                     process.terminate()
                 self.closed = True  # otherwise Gymnasium would wait for their answers

@@ -118,6 +118,20 @@ def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_p
         load_policy(str(path), PENDULUM, 0, deterministic=True)
 
 
+def test_changed_bits_of_a_policy_are_noticed(small: Callable[..., Any]) -> None:
+    """Of its weights and of its facts. A file without a checksum is an older one."""
+    path = module("sac").train(small(total_steps=60)).folder / "policy" / "last.safetensors"
+    whole, file = path.read_bytes(), read_policy(path)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    facts = whole.index(b"return")
+    for at in [*range(header, len(whole), 97), len(whole) - 1, *range(facts, facts + 30)]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(InputError, match="damaged, or not a policy of onramp"):
+            read_policy(path)
+    save_file(file.tensors, path, {"onramp": json.dumps(file.facts)})
+    assert read_policy(path).facts == file.facts
+
+
 def test_a_file_that_is_missing_or_a_name_that_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no file"):
         read_trained(tmp_path / "policy.safetensors")

@@ -42,22 +42,31 @@ STEPS: dict[str, Any] = {
     "success nan": (OBS, 0.0, False, True, {"success": np.nan, "is_success": "maybe"}),
 }
 RESETS: dict[str, Any] = {
-    "bare obs": OBS, "nothing": None, "info None": (OBS, None), "obs short": (OBS[:2], {}), "obs nan": (OBS * np.nan, {}),
-    "obs text": ("text", {}), "three": (OBS, {}, {}), "obs None": (None, {}),
+    "bare obs": OBS, "nothing": None, "info None": (OBS, None), "obs short": (OBS[:2], {}),
+    "obs nan": (OBS * np.nan, {}), "obs text": ("text", {}), "three": (OBS, {}, {}), "obs None": (None, {}),
 }  # fmt: skip
 ERRORS: dict[str, Any] = {
     "ValueError": ValueError("bad\nvalue\nof three lines"), "KeyError": KeyError("k"), "SystemExit": SystemExit(3),
-    "KeyboardInterrupt": KeyboardInterrupt(), "MemoryError": MemoryError(), "StopIteration": StopIteration(),
+    "MemoryError": MemoryError(), "StopIteration": StopIteration(),
     "RecursionError": RecursionError(), "OSError": OSError(28, "No space left on device"), "EOFError": EOFError(),
     "BrokenPipeError": BrokenPipeError(), "empty message": RuntimeError(), "unicode": RuntimeError("ü" * 3_000),
 }  # fmt: skip
 SPACES: dict[str, Any] = {
-    "Box of no number": Box(-1, 1, (0,), np.float32), "Box of shape ()": Box(-1, 1, (), np.float32), "Discrete": Discrete(3),
-    "Text": Text(5), "Dict": Dict({"a": Box(-1, 1, (3,))}), "infinite Box": Box(-np.inf, np.inf, (3,), np.float32),
-    "integer Box": Box(0, 255, (3,), np.uint8), "image": Box(0, 255, (3, 3, 3), np.uint8), "None": None, "text": "Box(3)",
+    "Box of no number": Box(-1, 1, (0,), np.float32), "Box of shape ()": Box(-1, 1, (), np.float32),
+    "Discrete": Discrete(3), "Text": Text(5), "Dict": Dict({"a": Box(-1, 1, (3,))}), "text": "Box(3)", "None": None,
+    "infinite Box": Box(-np.inf, np.inf, (3,), np.float32), "integer Box": Box(0, 255, (3,), np.uint8),
+    "image": Box(0, 255, (3, 3, 3), np.uint8),
     "equal bounds": Box(np.zeros(3, np.float32), np.zeros(3, np.float32)),
 }  # fmt: skip
-OTHERS = ("process exits", "process is killed", "slow close", "close fails", "slow step", "step changes obs", "no fault")
+OTHERS = (
+    "process exits",
+    "process is killed",
+    "slow close",
+    "close fails",
+    "slow step",
+    "step changes obs",
+    "no fault",
+)
 HARMLESS = {"slow close", "slow step", "no fault"}
 
 
@@ -90,7 +99,7 @@ class Faulty(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.steps += 1
-        result = self._sample(), float(action[0]), False, self.steps % 20 == 0, {}
+        result: Any = self._sample(), float(action[0]), False, self.steps % 20 == 0, {}
         if self.steps <= self.at:
             return result
         if self.kind == "step raises":
@@ -115,12 +124,18 @@ class Faulty(gym.Env[Any, Any]):
             raise ValueError("it does not close")
 
 
-gym.register("Faulty-v0", entry_point=Faulty)
+gym.register("Faulty-v0", entry_point=f"{__name__}:Faulty")
 
 
 def environments(algo: str, seed: int) -> list[Fault]:
     """Return every fault of an environment, stepped in the run's process and in others, in random order."""
-    named = {"step raises": ERRORS, "step gives": STEPS, "reset raises": ERRORS, "reset gives": RESETS, "constructor": ERRORS}
+    named = {
+        "step raises": ERRORS,
+        "step gives": STEPS,
+        "reset raises": ERRORS,
+        "reset gives": RESETS,
+        "constructor": ERRORS,
+    }
     named |= {"observation space": SPACES, "action space": SPACES, "spaces change": SPACES}
     faults = [f"{kind}: {fault}" for kind, options in named.items() for fault in options] + [f"x: {o}" for o in OTHERS]
     each = [
@@ -139,5 +154,4 @@ def _trained(algo: str, fault: str, at: int, vectorizer: str, folder: Path) -> V
 
     kwargs = json.dumps({"fault": fault, "at": at})
     words = small_flags(algo, env=ID, env_kwargs=kwargs, vectorizer=vectorizer, num_envs="2", total_steps="400")
-    found = judged(train(algo, words, folder), f"{algo}.py")
-    return found
+    return judged(train(algo, words, folder), f"{algo}.py")

@@ -42,7 +42,7 @@ SMALL: dict[str, str] = {
     "buffer_size": "5000", "hidden": "16", "critic_hidden": "16", "learning_starts": "50", "random_steps": "50",
     "warmup_steps": "50", "cql_actions": "2", "flow_steps": "3", "samples": "4", "rollout_steps": "20",
     "minibatch_size": "10", "epochs": "2", "width": "16", "blocks": "1", "denoising_steps": "3", "base_samples": "2",
-    "edits": "2",
+    "edits": "2", "num_envs": "1",
 }  # fmt: skip
 
 
@@ -184,9 +184,9 @@ def count_calls(into: Path) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    def write(path: Path, *rest: Any) -> None:
+    def write(folder: Path, step: int, checksums: dict[str, str]) -> None:
         into.write_text(str(calls))
-        mark(path, *rest)
+        mark(folder, step, checksums)
 
     from common import run_folder
 
@@ -210,16 +210,16 @@ def kill_at_save(n: int) -> None:
 
 
 def _awaited(child: int, log: Path, terminate_after: float) -> Ended:
-    """Wait for the child. Signals are sent at these seconds, and their names say how it ended if it did not before."""
+    """Wait for the child, and end it by two signals, or by SIGKILL, if it takes too long."""
     hung = ""
     end = time.monotonic() + (terminate_after or SECONDS)
-    signals = [(signal.SIGTERM, "a first SIGTERM"), (signal.SIGTERM, "a second SIGTERM")] if terminate_after else []
+    signals = [signal.SIGTERM, signal.SIGTERM] if terminate_after else []
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return Ended(os.waitstatus_to_exitcode(status), text_of(log), hung)
         if time.monotonic() > end:
-            number, name = signals.pop(0) if signals else (signal.SIGKILL, "")
+            number = signals.pop(0) if signals else signal.SIGKILL
             if number == signal.SIGKILL:
                 hung = f"no end after {'two signals' if terminate_after else f'{SECONDS:.0f} s'}"
             with contextlib.suppress(ProcessLookupError):
@@ -300,7 +300,7 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 
 def files_of(run: Path) -> set[str]:
-    return {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.name != LOCK}
+    return {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.name not in (LOCK, "errors.log")}
 
 
 def same_file(path: Path, other: Path) -> bool:
@@ -319,13 +319,11 @@ def content(path: Path) -> Any:
     if path.name == DONE:
         done = json.loads(path.read_text())
         timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
-        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}}
+        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, "own": None}
     if path.name.startswith("events"):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
-        return [
-            (event.step, event.file_version, [(v.tag, v.simple_value) for v in event.summary.value if v.tag[:5] != "time/"])
-            for event in events
-        ]  # fmt: skip
+        values = [[(v.tag, v.simple_value) for v in each.summary.value if v.tag[:5] != "time/"] for each in events]
+        return [(each.step, each.file_version) for each in events], values
     if path.name == "state.pt":
         state = checkpoint.load(path)
         return state | {"logger": state["logger"]["step"]}
@@ -339,5 +337,5 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+        return bool(a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes())
     return bool(a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b)
