@@ -26,7 +26,8 @@ from common.evaluate import Act
 from common.run_folder import EVALUATIONS, POLICY_FOLDER, mean_by_step, read_evaluations
 
 SUFFIX = ".safetensors"
-FACTS, CHECKSUM = "onramp", "crc32"  # keys in the file's metadata
+FACTS = "onramp"  # the key of the facts in the file's metadata
+CHECKSUM = "crc32"  # the key of the checksum among the facts
 
 
 class PolicyFile(NamedTuple):
@@ -71,15 +72,15 @@ def write_policy(path: Path, agent: object, names: set[str], facts: dict[str, An
         if name in names and not isinstance(vars(agent)[name], torch.Generator):
             for key, value in state.items() if isinstance(state, dict) else [("", state)]:
                 tensors[f"{name}.{key}" if key else name] = torch.as_tensor(value).detach().cpu().contiguous().clone()
-    text = json.dumps(facts)
-    crc = _checksum(text, save(tensors))
-    with replacing(path) as file:
-        file.write(save(tensors, {FACTS: text, CHECKSUM: crc}))
+    facts = facts | {CHECKSUM: _checksum(facts, save(tensors))}
+    with replacing(path) as file:  # a second key of the metadata would make their order random
+        file.write(save(tensors, {FACTS: json.dumps(facts)}))
 
 
-def _checksum(facts: str, data: bytes) -> str:
+def _checksum(facts: dict[str, Any], data: bytes) -> str:
     """Return the CRC-32 of the facts and of the tensors' bytes, which follow the header in a file's data."""
-    return f"{zlib.crc32(data[8 + int.from_bytes(data[:8], 'little') :], zlib.crc32(facts.encode())):08x}"
+    tensors = data[8 + int.from_bytes(data[:8], "little") :]
+    return f"{zlib.crc32(tensors, zlib.crc32(json.dumps(facts).encode())):08x}"
 
 
 class KeptPolicies:
@@ -115,16 +116,15 @@ def read_policy(path: Path) -> PolicyFile:
         data = read_bytes(path)
         tensors = load(data)
         size = int.from_bytes(data[:8], "little")
-        stored = json.loads(data[8 : 8 + size])["__metadata__"]
-        facts = json.loads(stored[FACTS])
-        if stored.get(CHECKSUM, crc := _checksum(stored[FACTS], data)) != crc:  # older files have none
+        facts = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FACTS])
+        if facts.pop(CHECKSUM, None) not in (None, _checksum(facts, data)):  # older files have none
             raise ValueError("its checksum differs")
         kinds = {"algo": str, "arguments": dict, "step": int, "return": int | float}
         if not all(isinstance(facts[name], kind) for name, kind in kinds.items()):
             raise TypeError("a fact is of another kind")
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged, or not a policy of onramp: {type(error).__name__} {error}") from None
     if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point()):
         raise InputError(f"{path} holds weights that are not finite: give another policy")
