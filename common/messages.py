@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+LONGEST_LINE = 1_500  # characters; a value that a user gave may be longer
+
 
 class _Console(logging.Handler):
     """Write above the progress bar, to `sys.stderr` as it is at that moment.
@@ -19,12 +21,18 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno == logging.WARNING else ""
         try:
-            tqdm.write(mark + self.format(record), file=sys.stderr)
+            tqdm.write("\n".join(map(_cut, (mark + self.format(record)).split("\n"))), file=sys.stderr)
         except BrokenPipeError:
             self.setLevel(logging.CRITICAL + 1)
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage()  # without the traceback
+
+
+def _cut(line: str) -> str:
+    """Return the line, without its middle if it is too long: the start says what is wrong, the end what to do."""
+    half = LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
 class _ErrorFile(logging.Handler):
@@ -40,7 +48,6 @@ class _ErrorFile(logging.Handler):
             file.write(self.format(record) + "\n\n")
 
 
-LONGEST = 2_000  # characters of a line of an error; a value may have any length
 log = logging.getLogger("onramp")
 log.setLevel(logging.INFO)
 log.propagate = False  # a notebook's own handler would print each message again
@@ -56,13 +63,10 @@ def keep_errors(path: Path | None) -> None:
 
 
 def log_error(message: str, error: Exception) -> None:
-    """Log an error, with long lines shortened. If it has a cause, the message ends with the file of its traceback."""
-    lines = [
-        line if len(line) <= LONGEST else f"{line[: LONGEST - 200]} … {line[-200:]}" for line in message.splitlines()
-    ]
+    """Log an error. If it has a cause, the message ends with the file of its traceback."""
     files = _error_files() if error.__cause__ or hasattr(error, "__notes__") else []
     where = "".join(f" (traceback: {file.path})" for file in files)
-    log.error("\n".join(lines) + where, exc_info=error)
+    log.error(message + where, exc_info=error)
 
 
 def _error_files() -> list[_ErrorFile]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+from bench.faults.comparison import differences, files_of
 from bench.faults.runs import (
     Ended,
     Fault,
@@ -16,9 +17,7 @@ from bench.faults.runs import (
     args_of,
     base,
     chance,
-    differences,
     execute,
-    files_of,
     judged,
     more_steps,
     small_flags,

@@ -69,7 +69,7 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
         raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise InputError(f"{path}: {error}") from None
     runs = found.pop("runs", None)
     if found or not isinstance(runs, list) or not runs or not all(isinstance(each, dict) for each in runs):
