@@ -11,13 +11,14 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.errors import InputError, diverged
+from common.schema import Schema
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _WITH_SHAPES = (*_STATEFUL, torch.Generator)  # they compare the shapes of their state themselves
@@ -28,6 +29,8 @@ _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
 
 class Part:
     """A part of a run with state, other than its agent: replay buffer, environments, pending updates."""
+
+    form: ClassVar[Schema] = {str: object}  # of the state
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the state. Large data may be written into `folder`, but an earlier state must stay loadable."""
@@ -119,6 +122,9 @@ def restore(
             found = np.shape(state[name]) if name in state and not isinstance(value, _WITH_SHAPES) else np.shape(value)
             if found != np.shape(value):  # PyTorch and NumPy would broadcast it
                 raise ValueError(f"its shape is {list(found)}, not {list(np.shape(value))}")
+            kind = next((kind for kind in (Tensor, np.ndarray) if isinstance(value, kind)), int | float)
+            if name in state and not isinstance(value, _WITH_SHAPES) and not isinstance(state[name], kind):
+                raise TypeError(f"it is a {type(state[name]).__name__}")
             if isinstance(value, _STATEFUL):
                 value.load_state_dict(state.get(name, {}))
             elif isinstance(value, torch.Generator):
@@ -130,8 +136,8 @@ def restore(
                 value[...] = state[name]
             elif name in state:
                 setattr(agent, name, state[name])
-    except (RuntimeError, ValueError) as error:
-        message = str(error).splitlines()[-1].strip()
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise InputError(f"the checkpoint does not fit {name}: {message}; {otherwise}") from None
 
 

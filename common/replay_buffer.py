@@ -5,7 +5,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from common.checkpoint import RESTORE_OR_RESTART, Part, open_regular, read_bytes, sync
 from common.errors import InputError, RunError, require_finite
 from common.memory import free_memory
+from common.schema import Schema
 from common.tracing import cut
 
 
@@ -80,6 +81,7 @@ class ReplayBuffer(Part):
     that are added stay in memory and are never written to the file.
     """
 
+    form: ClassVar[Schema] = {"added": int, "widths": [int], "segments": [(int, int, int)]}
     segment_rows = 100_000  # rows in one file of a checkpoint
 
     def __init__(

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from common.policy_file import KeptPolicies
 from common.provenance import commit, hardware, versions
 from common.room import require_room
 from common.run_folder import CONFIG, DONE, LOCK, is_finished, read_config, read_last_evaluation, state_path
+from common.schema import require
 from common.timings import Timings
 from common.updater import Metrics, Updater
 
@@ -82,6 +83,7 @@ class Environments(Protocol):
     """The interface of a run's environments (`envs.rollout.Rollout`)."""
 
     exact: list[bool]
+    form: ClassVar[Any]
     obs: NDArray[Any]
 
     def reset(self) -> None: ...
@@ -147,6 +149,8 @@ class Run:
             rollout.reset()
             self._evaluate()
             return
+        form = {"rollout": rollout.form} | {name: part.form for name, part in parts.items()}
+        require(saved, form, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
         checkpoint.restore(agent, saved["agent"])
         for name, part in parts.items():
             part.load(self._replay, saved[name])
@@ -170,7 +174,7 @@ class Run:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         saved = None  # read before anything is changed: it may be unreadable
         with contextlib.suppress(FileNotFoundError):
-            saved = checkpoint.load(state_path(self.folder))
+            saved = run_folder.read_state(self.folder)
             if differ := saved.keys() ^ {"agent", "rollout", "logger", *self._parts}:
                 raise InputError(
                     f"{self.folder} has a checkpoint of another version ({', '.join(sorted(differ))} differ): "

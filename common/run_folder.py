@@ -17,8 +17,10 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from common import checkpoint
+from common.arguments import NonNegativeInt
 from common.errors import InputError, RunError
 from common.evaluate import Episode
+from common.schema import Schema, require
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
@@ -28,6 +30,15 @@ LOCK = ".lock"
 RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
 POLICY_FOLDER = "policy"  # folder of best.safetensors and last.safetensors
+# The forms of config.json and of a checkpoint. A part's own form is at its class.
+CONFIG_FORM: Schema = {
+    "algo": str, "arguments": {str: object}, "versions?": {str: str | None}, "commit?": str | None,
+    "hardware?": {str: object}, "form?": str, "own?": str,
+}  # fmt: skip
+STATE_FORM: Schema = {
+    "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
+    "logger": {"sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}},
+}  # fmt: skip
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 
 
@@ -39,6 +50,14 @@ def state_path(folder: Path) -> Path:
 def has_checkpoint(folder: Path) -> bool:
     """Return whether there is a checkpoint. Raises InputError if the path cannot be accessed."""
     return checkpoint.exists(state_path(folder))
+
+
+def read_state(folder: Path, form: Schema = STATE_FORM) -> dict[str, Any]:
+    """Return the last checkpoint. Raises InputError if it does not have this form, FileNotFoundError if absent."""
+    path = state_path(folder)
+    state = checkpoint.load(path)
+    require(state, form, path, f"is damaged, or of another version: {checkpoint.RESTORE_OR_RESTART}")
+    return state
 
 
 def is_finished(folder: Path) -> bool:
@@ -105,10 +124,9 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
             raise ValueError
         if config.pop("own", None) not in (None, _own_checksum(config)):  # older runs have none
             raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
-        if not (isinstance(config["algo"], str) and isinstance(config["arguments"], dict)):
-            raise TypeError
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} {otherwise}") from None
+    require(config, CONFIG_FORM, path, otherwise)
     return config
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from common.checkpoint import Part
+from common.schema import Schema
 from common.timings import Timings
 
 Metrics = dict[str, Tensor]
@@ -18,6 +19,8 @@ class Updater(Part):
     A deferred update runs after the next action is chosen (`--overlap`), so that a GPU learns while the environments
     step. A checkpoint holds the pending updates, so their number and order do not depend on where a run stops.
     """
+
+    form: ClassVar[Schema] = {"pending": [{str: object}], "count": int}
 
     def __init__(self, function: Callable[..., Metrics], should_defer: Callable[[], bool], timings: Timings) -> None:
         self._function, self._should_defer, self._timings = function, should_defer, timings

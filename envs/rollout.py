@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from common.arguments import RunArgs
 from common.checkpoint import Part
 from common.errors import require_finite
 from common.evaluate import Act, Episode, evaluate
+from common.schema import Schema
 from common.seeding import seeds
 from common.timings import Timings
 from envs.make import make, make_vector
@@ -45,6 +46,10 @@ def nothing() -> None:
 
 class Rollout(Part):
     """Steps the environments, resets those whose episode ended, and keeps the statistics of training episodes."""
+
+    form: ClassVar[Schema] = {
+        "envs": [{str: object}], "steps": int, "returns": [float], "lengths": [int], "finished": [(float, int)],
+    }  # fmt: skip
 
     def __init__(self, env: str, args: RunArgs, settings: dict[str, Any] | None = None) -> None:
         """Make the environments: `env` and `settings` are for `envs.make.make`. By default, they are the flags'.

@@ -26,7 +26,7 @@ from common.errors import InputError
 from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
-from common.run_folder import has_checkpoint, is_finished, run_config, state_path
+from common.run_folder import has_checkpoint, is_finished, read_state, run_config
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
@@ -154,6 +154,8 @@ def domain(env: str, dataset: str) -> str:
 class OfflineToOnline(checkpoint.Part):
     """The dataset, the online transitions, and which of them are sampled when."""
 
+    form: ClassVar[Any] = {"dataset": str, "unfinished": [np.ndarray], "rewards": [float], "buffer": ReplayBuffer.form}
+
     def __init__(
         self,
         args: OfflineArgs,
@@ -184,8 +186,7 @@ class OfflineToOnline(checkpoint.Part):
             args.dataset, run.device, rewards=rewards, normalize_returns=normalize_returns, compat=args.d4rl_compat,
             horizon=args.horizon, env=args.env, asked=args.env_settings,
         )  # fmt: skip
-        if top < 1.0:
-            self.dataset = dataset = dataset.top(top)
+        self.dataset = dataset = dataset.top(top) if top < 1.0 else dataset
         self.env, self.settings = dataset.evaluation_env(args.env, args.env_settings)
         data = dataset.buffer
         # The last step of all environments can pass the end. It must overwrite nothing, so that a run can be extended.
@@ -263,7 +264,7 @@ class OfflineToOnline(checkpoint.Part):
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
             return
-        config, saved = run_config(folder), checkpoint.load(state_path(folder))
+        config, saved = run_config(folder), read_state(folder)
         algo, was, theirs, own = config["algo"], config["arguments"], saved["agent"], self.dataset.rewards
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
@@ -293,8 +294,7 @@ class OfflineToOnline(checkpoint.Part):
                 theirs[name] = state
             elif isinstance(kind, torch.optim.Optimizer) and name in theirs:
                 theirs[name]["param_groups"] = state["param_groups"]
-        otherwise = f"{folder}'s networks do not fit: give another --init-from, or that run's flags"
-        checkpoint.restore(agent, theirs, otherwise)
+        checkpoint.restore(agent, theirs, f"{folder}'s networks do not fit: give another --init-from, or its flags")
 
     def _bounds_exceed_values(self) -> bool:
         """Return whether rewards before some truncation are negative: their sum ends there, the true value does not."""

@@ -81,7 +81,7 @@ class TestRuns:
         module("iql").train(first)
         for changed, said in (
             ({"init_from": tmp_path / "nowhere"}, "nowhere is not a run folder"),
-            ({"hidden": (8, 8)}, "does not fit actor: size mismatch .* give another --init-from, or that run's flags"),
+            ({"hidden": (8, 8)}, "does not fit actor: size mismatch .* give another --init-from, or its flags"),
             ({"normalize_returns": False}, "learned from rewards .* give both the same scale"),
         ):
             with pytest.raises(InputError, match=said):

@@ -22,7 +22,7 @@ from common.arguments import env_settings, json_object
 from common.errors import InputError
 from common.messages import log
 from common.policy_file import SUFFIX, load_into, read_policy
-from common.run_folder import CONFIG, has_checkpoint, read_config, state_path, task_name
+from common.run_folder import CONFIG, has_checkpoint, read_config, read_state, state_path, task_name
 from envs.d4rl import PointMaze
 from envs.settings import settings_in
 from offline.environments import environment_of
@@ -157,7 +157,7 @@ def read_run(folder: Path) -> Trained:
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
     if not has_checkpoint(folder):
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")
-    state = checkpoint.load(state_path(folder))
+    state = read_state(folder)
     config = read_config(folder, "is damaged, or was written by something else")
     sha256 = {str(path.relative_to(folder)): digest(path) for path in (folder / CONFIG, state_path(folder))}
     facts = {"kind": "run", "name": folder.resolve().name, "sha256": sha256}

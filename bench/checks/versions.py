@@ -31,8 +31,9 @@ def requirements(which: str) -> list[str]:
 def main(words: list[str]) -> int:
     """Run the tests with both sets. Return the status of the first that failed, or 0."""
     for which in ("lowest", "newest"):
-        python = ROOT / f".venv-{which}" / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
+        environment = ROOT / f".venv-{which}"
+        python = str(environment / "bin" / "python")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *requirements(which), "-e", str(ROOT)], check=True)
         log.info(f"the {which} versions:")
