@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets ogbench binary d4rl d3rlpy libraries
+.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets ogbench binary d4rl d3rlpy libraries faults
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -78,6 +78,9 @@ d4rl: setup $(VENV)-d4rl/installed ## check that our D4RL reader equals D4RL's o
 
 libraries: setup $(VENV)-libraries/installed ## check that Minari, d3rlpy and TorchRL read what collect writes
 	$(BIN)/python bench/checks/compare_libraries.py $(ARGS)
+
+faults: setup ## kill runs, damage files and give hostile input (docs/reliability.md; ARGS="--seed 2 --cases 50")
+	$(BIN)/python bench/faults/faults.py $(ARGS)
 
 $(VENV)/video $(VENV)/export $(VENV)/ogbench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(notdir $@)]'

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
+LONGEST_LINE = 1_500  # characters; a value that a user gave may be longer
+
 
 class _Console(logging.Handler):
     """Write above the progress bar, to `sys.stderr` as it is at that moment.
@@ -18,9 +20,15 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno == logging.WARNING else ""
         try:
-            tqdm.write(mark + self.format(record), file=sys.stderr)
+            tqdm.write("\n".join(map(_cut, (mark + self.format(record)).split("\n"))), file=sys.stderr)
         except BrokenPipeError:
             self.setLevel(logging.CRITICAL + 1)
+
+
+def _cut(line: str) -> str:
+    """Return the line, without its middle if it is too long: the start says what is wrong, the end what to do."""
+    half = LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
 log = logging.getLogger("onramp")

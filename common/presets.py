@@ -51,7 +51,7 @@ def _of_algorithm(path: Path, algo: str, preset: str) -> dict[str, Any]:
         raise InputError(f"--preset {preset}: {path} does not exist (presets in its folder: {others})") from None
     except OSError as error:
         raise InputError(f"--preset {preset}: {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise InputError(f"--preset {preset}: {path} is not valid TOML ({error})") from None
     if not (isinstance(tables := found.get(algo), dict) and tables):
         having = ", ".join(name for name, table in found.items() if isinstance(table, dict)) or "no algorithm"

@@ -98,6 +98,8 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         except (TypeError, ValueError):
             raise InputError(f"{self._name} gave a reward that is not a number, {reward!r}") from None
         told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
+        name = str(self._name)
+        termination, truncation = _truth("termination", termination, name), _truth("truncation", truncation, name)
         return self._shaped(obs), number, termination, truncation, told
 
     def _shaped(self, obs: Any) -> Array:
@@ -131,14 +133,16 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         told = {"return": float(info["return"])} if "return" in info else {}
         for key in SUCCESS:
             if key in info:
-                return told | {"success": _success(key, info[key], str(self._name))}
+                return told | {"success": _truth(key, info[key], str(self._name))}
         if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
             told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
         return told
 
 
-def _success(key: str, value: Any, name: str) -> bool:
-    """Return whether an environment reports success. Raises InputError for what is neither true nor false."""
+def _truth(key: str, value: Any, name: str) -> bool:
+    """Return what an environment reports as `key`. Raises InputError for what is neither true nor false."""
+    if isinstance(value, bool | np.bool_):  # first, because each step asks
+        return bool(value)
     if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf" or np.isnan(value):
         text = " ".join(repr(value).split())[:100]
         raise InputError(f"{name} gave a {key} of {text}, which is neither true nor false")
@@ -165,7 +169,7 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
             total += float(reward)
-            found = {key: _success(key, info[key], str(self.spec and self.spec.id)) for key in SUCCESS if key in info}
+            found = {key: _truth(key, info[key], str(self.spec and self.spec.id)) for key in SUCCESS if key in info}
             successes |= {key: value or successes.get(key, False) for key, value in found.items()}
             if termination or truncation:
                 break

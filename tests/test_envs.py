@@ -103,6 +103,8 @@ gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
         (of({"success": np.ones(2)}), InputError, r"gave a success of array\(\[1\., 1\.\]\), which is neither"),
         (of({"is_success": "yes"}), InputError, "gave a is_success of 'yes', which is neither"),
         (of({"success": None}), InputError, "gave a success of None, which is neither"),
+        ((*of({})[:2], "no", False, {}), InputError, "gave a termination of 'no', which is neither true nor false"),
+        ((*of({})[:3], None, {}), InputError, "gave a truncation of None, which is neither true nor false"),
         (("text", *of({})[1:]), InputError, "gave an observation that is not a vector of numbers, 'text'"),
     ],
 )

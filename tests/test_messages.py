@@ -21,6 +21,15 @@ def test_messages_go_to_stderr_with_a_mark_for_warnings(capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("", "step 5\nwarning: slow\n")
 
 
+def test_a_long_line_loses_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value of 100,000 characters hides neither its flag nor the cure."""
+    log.error(f"--env is {'x' * 100_000}: give an id\nsee --help")
+    said = capsys.readouterr().err
+    assert said.startswith("--env is xxx")
+    assert said.endswith(": give an id\nsee --help\n")
+    assert len(said) < 2_000
+
+
 def test_a_level_hides_messages(capsys: pytest.CaptureFixture[str]) -> None:
     log.setLevel("WARNING")
     log.info("step")

@@ -110,6 +110,8 @@ class TestSuites:
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\nflags = '--gamma \"2'", "No closing quotation"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 4", "envs is 4"),
             ("[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = nan", "and finite"),
+            (f"[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = {10**400}", "gpus is 1000.*: give a number"),
+            ("runs = " + "[" * 5_000, "mine.toml: maximum recursion depth"),
             ("runs = [1, 2]", r"one or more \[\[runs\]\]"),
             ("[[runs]]\nalgo = 'sac'\nenvs = ['Hopper-v4', 'Hopper-v4']", "two runs would go into"),
         ],

@@ -59,11 +59,11 @@ class Case(NamedTuple):
 
     kind: str
     algo: str
-    index: int
+    number: int
 
     @property
     def name(self) -> str:
-        return f"{self.kind}/{self.algo}/{self.index}"
+        return f"{self.kind}/{self.algo}/{self.number}"
 
 
 class Result(NamedTuple):
@@ -96,7 +96,9 @@ class Args:
         at_least(0, seed=self.seed)
         kind, algo = (*self.only, None, None)[:2]
         if len(self.only) > 2 or (self.only and (kind not in CLASSES or (algo and algo not in CLASSES[kind][0]))):
-            raise InputError(f"--only is {' '.join(self.only)}: give one of {', '.join(CLASSES)}, then an algorithm of it")
+            raise InputError(
+                f"--only is {' '.join(self.only)}: give one of {', '.join(CLASSES)}, then an algorithm of it"
+            )
 
 
 def cases_of(args: Args) -> Iterator[Case]:
@@ -116,7 +118,7 @@ def cases_of(args: Args) -> Iterator[Case]:
 
 def inject(case: Case, seed: int) -> Result | None:
     """Inject a fault in a folder of its own. Return None if the class has no case of this number."""
-    fault = CLASSES[case.kind][1](case.algo, seed, case.index)
+    fault = CLASSES[case.kind][1](case.algo, seed, case.number)
     if fault is None:
         return None
     folder = Path(tempfile.mkdtemp(dir=os.environ["ONRAMP_FAULTS"]))
@@ -184,7 +186,9 @@ def main(args: Args) -> None:
         if args.json.resolve() == RESULTS:
             PAGE.write_text(with_table(PAGE.read_text(), report))
     if failures:
-        raise RunError(f"{len(failures)} of {len(results)} cases failed: inject one again by --seed {args.seed} --case NAME")
+        raise RunError(
+            f"{len(failures)} of {len(results)} cases failed: inject one again by --seed {args.seed} --case NAME"
+        )
 
 
 if __name__ == "__main__":

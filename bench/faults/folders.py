@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+from bench.faults.comparison import differences, files_of
 from bench.faults.runs import (
     Ended,
     Fault,
@@ -16,9 +17,7 @@ from bench.faults.runs import (
     args_of,
     base,
     chance,
-    differences,
     execute,
-    files_of,
     judged,
     more_steps,
     small_flags,
@@ -51,7 +50,9 @@ def kills(algo: str, seed: int, index: int) -> Fault:
         last = FEW if luck.random() < 0.25 else calls
         later = luck.randint(1, FEW) if luck.random() < 0.25 else 0
         instants.append(Instant(luck.choice(SIGNALS), luck.randint(1, last), later))
-    said = ", ".join(f"{each.number.name} at call {each.call}" + f"+{each.later}" * bool(each.later) for each in instants)
+    said = ", ".join(
+        f"{each.number.name} at call {each.call}" + f"+{each.later}" * bool(each.later) for each in instants
+    )
     return Fault(f"{' '.join(changed.values())} {said}".strip(), functools.partial(_killed, algo, changed, instants))
 
 
@@ -92,7 +93,9 @@ def files(algo: str, seed: int, index: int) -> Fault:
     )
 
 
-def _mutated(algo: str, made: Path, file: str, other: str, mutation: str, reader: str, seed: float, folder: Path) -> Verdict:
+def _mutated(
+    algo: str, made: Path, file: str, other: str, mutation: str, reader: str, seed: float, folder: Path
+) -> Verdict:
     run = folder / "run"
     shutil.copytree(made, run)
     mutate(run / file, run / other, folder / "copy", mutation, random.Random(seed))

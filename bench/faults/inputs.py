@@ -27,13 +27,26 @@ from bench.sweep import suite, sweep
 SECONDS = 4.0  # until a run with an accepted flag is stopped
 NUMBERS = (
     "-1", "0", "nan", "inf", "-inf", "1e39", "1e-46", "1000000000000000000", "9" * 400, "", "1.5", "True", "0x10", "-",
-    "٣", "x" * 100_000, "/", "1 2",
+    "٣", "x" * 100_000, "/", "1 2", "1", "3", "0.5", "1e5", "1e-30",
 )  # fmt: skip
 TEXTS = (
     "", "-", "x" * 100_000, "Bücher ✓", "a\nb", "\udcff", "%s{}", "..", "/", "/dev/null", "/dev/zero", "~", "None",
     "null", "[]", "[" * 10_000, '{"a": NaN}', '{"a": 1}', "os:system", "a" * 300, "a/b-v0", "x.toml", "x.hdf5",
 )  # fmt: skip
-PATHS = ("", "/", ".", "..", "/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "x" * 5_000, "a/b/c", "\udcff", "~")
+PATHS = (
+    "",
+    "/",
+    ".",
+    "..",
+    "/dev/null",
+    "/dev/full",
+    "/dev/zero",
+    "/proc/self/mem",
+    "x" * 5_000,
+    "a/b/c",
+    "\udcff",
+    "~",
+)
 CHOICES = ("", "x", "None", "1", "é", "x" * 100_000)
 
 
@@ -76,7 +89,8 @@ def _flagged(algo: str, name: str, value: str, folder: Path) -> Verdict:
 
 ATTRIBUTE_VALUES: tuple[Any, ...] = (
     "", "x" * 60_000, "Bücher ✓", "os:system", "Hopper-v4", "[" * 5_000, '{"a": NaN}', b"\xff\xfe", np.nan, np.inf, -1,
-    10**18, 1e300, np.array([]), np.zeros((3, 3)), np.array(["a", "b"], dtype="S1"), np.array([np.nan]), True, h5py.Empty("f4"),
+    10**18, 1e300, np.array([]), np.zeros((3, 3)), np.array(["a", "b"], dtype="S1"),
+    np.array([np.nan]), True, h5py.Empty("f4"),
 )  # fmt: skip
 DATA_CHANGES: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
     "as text": lambda data: data.astype("S8"),
@@ -101,7 +115,7 @@ DATA_CHANGES: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
         for value in (np.nan, np.inf, -np.inf, 1e38, 1e300)
     },
 }
-LINKS = {
+LINKS: dict[str, Callable[[Any, str], Any]] = {
     "a group": lambda file, key: file.create_group(key),
     "a link to nowhere": lambda file, key: file.__setitem__(key, h5py.SoftLink("/nowhere")),
     "a link to itself": lambda file, key: file.__setitem__(key, h5py.SoftLink(f"/{key}")),
@@ -191,13 +205,14 @@ SUITE: dict[str, str] = {
 }  # fmt: skip
 SUITE_VALUES = (
     None, "-1", "0", "1", "1.5", "nan", "inf", "-inf", "1e400", "1000000000000000000", "9" * 400, '""', '"x"', '"../x"',
-    '"/"', '"a\\nb"', '"Bücher ✓"', f'"{"x" * 100_000}"', "true", "[]", '[""]', "[1]", "[-1]", "[1.5]", '["a", 1]', "[[]]",
-    "{}", '{a = 1}', "1979-05-27", '"\\u0000"', '"--run-dir x"', '"--seed"', '"\'"', '"{suites} {run} {"', "[1, 1]",
+    '"/"', '"a\\nb"', '"Bücher ✓"', f'"{"x" * 100_000}"', "true", "[]", '[""]', "[1]", "[-1]", "[1.5]",
+    '["a", 1]', "[[]]", "{}", '{a = 1}', "1979-05-27", '"\\u0000"', '"--run-dir x"', '"--seed"', '"\'"', '"{suites} {run} {"',
+    "[1, 1]",
     '"--total-steps"', "100000000",
 )  # fmt: skip
 SUITE_TEXTS = (
-    "", "[[runs]]", "runs = 1", "runs = []", "[runs]", "[[runs]]\nx = 1", "x = 1", "[", "\udcff", "\x00", "[[runs]]\n" * 50_000,
-    "runs = " + "[" * 5_000, "\ufeff[[runs]]",
+    "", "[[runs]]", "runs = 1", "runs = []", "[runs]", "[[runs]]\nx = 1", "x = 1", "[", "\udcff", "\x00",
+    "[[runs]]\n" * 50_000,     "runs = " + "[" * 5_000, "\ufeff[[runs]]",
 )  # fmt: skip
 
 
@@ -224,5 +239,3 @@ def _swept(text: str, folder: Path) -> Verdict:
     path.write_text(text, errors="surrogateescape")
     words = [path.name, "--dry-run", "--folder", "runs"]
     return judged(execute("sweep.py", sweep.train, sweep.Args, words, folder), "sweep.py")
-
-

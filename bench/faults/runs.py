@@ -1,10 +1,8 @@
 """Run commands in forked children with signals, limits of time and memory, and compare the run folders they leave."""
 
 import contextlib
-import csv
 import functools
 import importlib
-import json
 import os
 import random
 import resource
@@ -20,29 +18,29 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch: a process with threads cannot be forked
 
-import torch
 from filelock import FileLock
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
 
-from common import checkpoint
+from common import checkpoint, run_folder
 from common.command_line import command_line
-from common.run_folder import DONE, LOCK, METRICS
+from common.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[2]
 DATASET = ROOT / "tests" / "pendulum-random.hdf5"
 ALGORITHMS = tuple(sorted(path.stem for path in (ROOT / "algos").glob("[a-z]*.py")))
 SECONDS = 60.0  # that a command may take
 SECONDS_TO_STOP = 20.0  # after a signal
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)  # the second before a run has begun
+MOST_CHARACTERS = 4_000  # of a message
 MEMORY = 8 * 2**30  # bytes of addresses of a command
 # A run of a second or two. An algorithm gets those flags that it has.
 SMALL: dict[str, str] = {
-    "env": "Pendulum-v1", "dataset": str(DATASET), "device": "cpu", "total_steps": "300", "offline_steps": "100",
-    "online_steps": "200", "eval_every": "100", "eval_episodes": "1", "checkpoint_every": "50", "batch_size": "16",
+    "env": "Pendulum-v1", "num_envs": "1", "dataset": str(DATASET), "device": "cpu",
+    "total_steps": "300", "offline_steps": "100", "online_steps": "200",
+    "eval_every": "100", "eval_episodes": "1", "checkpoint_every": "50", "batch_size": "16",
     "buffer_size": "5000", "hidden": "16", "critic_hidden": "16", "learning_starts": "50", "random_steps": "50",
     "warmup_steps": "50", "cql_actions": "2", "flow_steps": "3", "samples": "4", "rollout_steps": "20",
     "minibatch_size": "10", "epochs": "2", "width": "16", "blocks": "1", "denoising_steps": "3", "base_samples": "2",
-    "edits": "2",
+    "edits": "2", "utd": "2", "critics": "2", "target_critics": "2", "time_limit": "50",
 }  # fmt: skip
 
 
@@ -140,7 +138,8 @@ def _child(
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(output, 2)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, buffering=1) for n, mode in enumerate(("r", "w", "w")))
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -188,10 +187,8 @@ def count_calls(into: Path) -> None:
         into.write_text(str(calls))
         mark(path, *rest)
 
-    from common import run_folder
-
     mark = run_folder.mark_finished
-    run_folder.mark_finished = write
+    run_folder.mark_finished = write  # type: ignore[assignment]
     sys.setprofile(counted)
 
 
@@ -210,16 +207,16 @@ def kill_at_save(n: int) -> None:
 
 
 def _awaited(child: int, log: Path, terminate_after: float) -> Ended:
-    """Wait for the child. Signals are sent at these seconds, and their names say how it ended if it did not before."""
+    """Wait until the child ends. Send it SIGTERM, twice, if it is to be stopped, and SIGKILL at last."""
     hung = ""
     end = time.monotonic() + (terminate_after or SECONDS)
-    signals = [(signal.SIGTERM, "a first SIGTERM"), (signal.SIGTERM, "a second SIGTERM")] if terminate_after else []
+    signals = [signal.SIGTERM, signal.SIGTERM] if terminate_after else []
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return Ended(os.waitstatus_to_exitcode(status), text_of(log), hung)
         if time.monotonic() > end:
-            number, name = signals.pop(0) if signals else (signal.SIGKILL, "")
+            number = signals.pop(0) if signals else signal.SIGKILL
             if number == signal.SIGKILL:
                 hung = f"no end after {'two signals' if terminate_after else f'{SECONDS:.0f} s'}"
             with contextlib.suppress(ProcessLookupError):
@@ -229,7 +226,7 @@ def _awaited(child: int, log: Path, terminate_after: float) -> Ended:
 
 
 def text_of(log: Path) -> str:
-    return log.read_text(errors="replace")[-20_000:] if log.exists() else ""
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def judged(ended: Ended, program: str, if_done: str = "accepted", stopped: bool = False) -> Verdict:
@@ -237,11 +234,11 @@ def judged(ended: Ended, program: str, if_done: str = "accepted", stopped: bool 
     said = ended.err[ended.err.find(f"{program}: ") :] if f"{program}: " in ended.err else ""
     if ended.hung:
         return Verdict("HANG", f"{ended.hung}; {ended.err[-500:]}")
+    if ended.status == 0 or (stopped and ended.status in STOPPED):
+        return Verdict(if_done)
     if "Traceback (most recent call last)" in ended.err or ended.status < 0:
         return Verdict("TRACEBACK", f"status {ended.status}; {ended.err[-1_500:]}")
-    if ended.status == 0 or (stopped and ended.status == 128 + signal.SIGTERM):
-        return Verdict(if_done)
-    if ended.status in (1, 2) and said and len(said.strip().splitlines()) <= 2:
+    if ended.status in (1, 2) and said and len(said.strip().splitlines()) <= 2 and len(said) <= MOST_CHARACTERS:
         return Verdict("refused", said.strip())
     return Verdict("MESSAGE", f"status {ended.status}; {ended.err[-1_500:]}")
 
@@ -276,7 +273,7 @@ def _make_base(algo: str, name: str, folder: Path, changed: dict[str, str]) -> N
         counting = functools.partial(count_calls, folder / "calls")
         ended = train(algo, small_flags(algo, **changed), folder, before=counting)
     if ended.status != (-signal.SIGKILL if name == "interrupted" else 0):
-        raise RuntimeError(f"{algo}, {name}, failed without a fault: {ended}")
+        raise RunError(f"{algo}, {name}, failed without a fault: {ended}")
 
 
 def more_steps(algo: str) -> dict[str, str]:
@@ -287,57 +284,3 @@ def more_steps(algo: str) -> dict[str, str]:
 def chance(*parts: object) -> random.Random:
     """Return the random numbers of a case, by the seed and by its name."""
     return random.Random("/".join(map(str, parts)))
-
-
-def differences(run: Path, whole: Path) -> list[str]:
-    """Return the files of a run that differ from those of an undisturbed run, in anything but wall-clock times."""
-    found, wanted = files_of(run), files_of(whole)
-    return sorted(
-        name
-        for name in found | wanted
-        if name not in found or name not in wanted or not same_file(run / name, whole / name)
-    )
-
-
-def files_of(run: Path) -> set[str]:
-    return {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.name != LOCK}
-
-
-def same_file(path: Path, other: Path) -> bool:
-    if path.read_bytes() == other.read_bytes():
-        return True
-    try:
-        return same(content(path), content(other))
-    except Exception:  # what cannot be read is not what the run wrote
-        return False
-
-
-def content(path: Path) -> Any:
-    """Return what a file holds, without wall-clock times and what follows from them."""
-    if path.name == METRICS:
-        return [row for row in csv.reader(path.open(newline="")) if not row[1].startswith("time/")]
-    if path.name == DONE:
-        done = json.loads(path.read_text())
-        timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
-        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}}
-    if path.name.startswith("events"):
-        events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
-        return [
-            (event.step, event.file_version, [(v.tag, v.simple_value) for v in event.summary.value if v.tag[:5] != "time/"])
-            for event in events
-        ]  # fmt: skip
-    if path.name == "state.pt":
-        state = checkpoint.load(path)
-        return state | {"logger": state["logger"]["step"]}
-    return path.read_bytes()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two states are equal bit for bit."""
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
-    return bool(a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b)

@@ -43,7 +43,7 @@ class Entry:
         for key, kind in get_type_hints(Entry).items():
             try:
                 setattr(self, key, converted(getattr(self, key), kind))
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise InputError(f"{key} is {getattr(self, key)!r}: give {described(kind)}") from None
         tasks = self.envs + self.datasets
         if not (self.algo and tasks and self.seeds and self.cpus > 0 and all(self.algo + tasks)):
@@ -69,7 +69,7 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
         raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise InputError(f"{path}: {error}") from None
     runs = found.pop("runs", None)
     if found or not isinstance(runs, list) or not runs or not all(isinstance(each, dict) for each in runs):

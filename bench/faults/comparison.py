@@ -1,0 +1,73 @@
+"""Compare the folders of two runs, in everything but wall-clock times."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+
+from common import checkpoint
+from common.run_folder import DONE, LOCK, METRICS
+
+
+def differences(run: Path, whole: Path) -> list[str]:
+    """Return the files of a run that differ from those of an undisturbed run, in anything but wall-clock times."""
+    found, wanted = files_of(run), files_of(whole)
+    return sorted(
+        name
+        for name in found | wanted
+        if name not in found or name not in wanted or not _same_file(run / name, whole / name)
+    )
+
+
+def files_of(run: Path) -> set[str]:
+    return {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.name != LOCK}
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    if path.read_bytes() == other.read_bytes():
+        return True
+    try:
+        return _same(_content(path), _content(other))
+    except Exception:  # what cannot be read is not what the run wrote
+        return False
+
+
+def _content(path: Path) -> Any:
+    """Return what a file holds, without wall-clock times and what follows from them."""
+    if path.name == METRICS:
+        return [row for row in csv.reader(path.open(newline="")) if not row[1].startswith("time/")]
+    if path.name == DONE:
+        done = json.loads(path.read_text())
+        timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
+        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}}
+    if path.name.startswith("events"):
+        events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
+        return [
+            (
+                e.step,
+                e.file_version,
+                [(v.tag, v.simple_value) for v in e.summary.value if not v.tag.startswith("time/")],
+            )
+            for e in events
+        ]
+    if path.name == "state.pt":
+        state = checkpoint.load(path)
+        return state | {"logger": state["logger"]["step"]}
+    return path.read_bytes()
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two states are equal bit for bit."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+    if hasattr(a, "tobytes"):
+        return bool(hasattr(b, "tobytes") and a.tobytes() == b.tobytes())
+    return bool(a == b)
