@@ -67,7 +67,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+        return bool(a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes())
     if hasattr(a, "tobytes"):
         return bool(hasattr(b, "tobytes") and a.tobytes() == b.tobytes())
     return bool(a == b)
