@@ -11,6 +11,8 @@ By default there are no online steps: online, the policy would imitate its own a
 because every file that takes a dataset has it. Online actions have no noise, because noise would be imitated too.
 """
 
+import common.start
+
 from dataclasses import dataclass
 
 import torch

@@ -18,6 +18,8 @@ Two choices follow neither. All losses, including α's, are computed before any 
 those of sac.py, without Cal-QL's orthogonal initialisation and its learned scale and offset of log σ.
 """
 
+import common.start
+
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

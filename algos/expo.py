@@ -10,6 +10,8 @@ critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv
 Here log α is at most 20. On most tasks the edits are too small to reach the target entropy, so α would grow forever.
 """
 
+import common.start
+
 import copy
 import math
 from dataclasses import dataclass

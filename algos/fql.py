@@ -13,6 +13,8 @@ Differences from the authors' code, none of which changes a loss:
 - Evaluation draws the same noise each time.
 """
 
+import common.start
+
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal

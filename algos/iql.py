@@ -18,6 +18,8 @@ Two things differ. Layers are initialised as PyTorch does (docs/iql.md compares 
 Online rewards are scaled like the dataset's. The authors' script for AntMaze and Adroit does not scale them.
 """
 
+import common.start
+
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -16,6 +16,8 @@ Choices where public versions differ (docs/ppo.md lists CleanRL's as flags):
 - Actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
 """
 
+import common.start
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,6 +14,8 @@ as in CORL's fine-tuning. Differences from the authors' code:
 - The dataset's actions are clipped to ±(1 - 1e-5).
 """
 
+import common.start
+
 from dataclasses import dataclass
 from typing import Any, Literal
 

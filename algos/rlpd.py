@@ -14,6 +14,8 @@ The choices are those of the authors' code:
 - The target includes the entropy on locomotion only.
 """
 
+import common.start
+
 import copy
 from dataclasses import dataclass
 from typing import Any, Literal

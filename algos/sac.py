@@ -19,6 +19,8 @@ curves on Gymnasium's v4 environments:
 The initialisation is PyTorch's instead. CrossQ's, LeCun normal, learned more slowly here (docs/sac.md).
 """
 
+import common.start
+
 import math
 from dataclasses import dataclass
 

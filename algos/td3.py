@@ -15,6 +15,8 @@ Choices where public versions differ:
 - Actions are in [-1, 1] and the environment wrapper rescales them, so noise is in units of the action bound.
 """
 
+import common.start
+
 from dataclasses import dataclass
 
 import torch

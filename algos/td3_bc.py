@@ -13,6 +13,8 @@ and equation numbers below are TD3's (Fujimoto, van Hoof and Meger 2018, arXiv 1
 - Training can continue online, with TD3's exploration noise and the same losses. The paper has no online phase.
 """
 
+import common.start
+
 from dataclasses import dataclass
 
 import torch

@@ -17,6 +17,8 @@ Three differences from the authors' code matter most (docs/wsrl.md lists all). A
 critics are updated first offline too. α's loss is that of sac.py.
 """
 
+import common.start
+
 import copy
 import math
 from dataclasses import dataclass

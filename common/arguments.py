@@ -107,7 +107,8 @@ def converted(value: Any, wanted: Any) -> Any:
             return wanted(value)
     elif wanted in (int, float):
         if isinstance(value, int | float | str | np.number) and not isinstance(value, bool):
-            return whole_number(value) if wanted is int else float(value)
+            with contextlib.suppress(OverflowError):  # a whole number too large for a float
+                return whole_number(value) if wanted is int else float(value)
     elif wanted not in KINDS or isinstance(value, wanted):
         return value
     raise ValueError(f"{value!r} is not {described(wanted)}")

@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import pickle
+import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from common.errors import InputError, diverged
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_WITH_SHAPES = (*_STATEFUL, torch.Generator)  # they compare the shapes of their state themselves
 # Deleting a run is never the cure: a copy of the damaged file may exist.
 RESTORE_OR_RESTART = "restore the run folder from a copy, or give another --run-dir to start from scratch"
 _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
@@ -113,6 +116,9 @@ def restore(
         )
     try:
         for name, value in vars(agent).items():
+            found = np.shape(state[name]) if name in state and not isinstance(value, _WITH_SHAPES) else np.shape(value)
+            if found != np.shape(value):  # PyTorch and NumPy would broadcast it
+                raise ValueError(f"its shape is {list(found)}, not {list(np.shape(value))}")
             if isinstance(value, _STATEFUL):
                 value.load_state_dict(state.get(name, {}))
             elif isinstance(value, torch.Generator):
@@ -133,8 +139,9 @@ def restore(
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write. It replaces `path` in one step if the block succeeds, and is deleted otherwise."""
     aside = path.with_name(path.name + ".part")
+    aside.unlink(missing_ok=True)  # a link or a pipe that was put there is removed, and never written through
     try:
-        with aside.open("wb") as file:
+        with aside.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -142,6 +149,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         aside.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def open_regular(path: Path, mode: str) -> IO[bytes]:
+    """Open a file. Raises OSError for a folder, a pipe, a socket or a device.
+
+    To open a pipe (FIFO) in the usual way would wait for its other end, possibly for ever.
+    """
+    return open(path, mode, opener=_descriptor)
+
+
+def _descriptor(path: str, flags: int) -> int:
+    number = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(number).st_mode
+    if stat.S_ISREG(mode):
+        return number
+    os.close(number)
+    code, reason = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "Is not a regular file")
+    raise OSError(code, reason, path)
 
 
 def sync(folder: Path) -> None:
@@ -207,7 +232,8 @@ def read_bytes(path: Path) -> bytes:
     means that the content is damaged.
     """
     try:
-        return path.read_bytes()
+        with open_regular(path, "rb") as file:
+            return file.read()
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -14,10 +14,11 @@ import torch
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from common import start
 from common.arguments import Unset, converted
 from common.errors import Finished, InputError, RunError
 from common.memory import report_out_of_memory
-from common.messages import exit_if_unread, log
+from common.messages import exit_if_unread, log, log_error
 
 T = TypeVar("T")
 PLACEHOLDERS: dict[Any, Any] = {bool: False, int: 1, float: 0.5, float | None: 0.5}
@@ -42,10 +43,14 @@ def _converted(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     """Run `train` with the command line's arguments, and exit with a message of at most two lines if it fails.
 
-    The exit status is 2 for bad input. It is 1 for a failed run, a GPU that is out of memory and a full disk.
+    The exit status is 2 for bad input. It is 1 for a failed run, a GPU that is out of memory, a full disk, and a file
+    that cannot be read or written.
     """
     program = Path(sys.argv[0]).name
     try:
+        start.end_imports()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack Greek letters
         with exit_if_unread():
             args = parse(arguments)
         report_out_of_memory(train)(args)
@@ -54,20 +59,23 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     except KeyboardInterrupt:  # before a run begins; a run handles the signal itself
         raise SystemExit(130) from None
     except InputError as error:
-        log.error(f"{program}: {error}")
+        log_error(f"{program}: {error}", error)
         raise SystemExit(2) from None
     except RunError as error:
-        log.error(f"{program}: {error}")
+        log_error(f"{program}: {error}", error)
         raise SystemExit(1) from None
     except torch.OutOfMemoryError as error:
         full = str(error).partition(". ")[0]  # the first sentence of a paragraph
         log.error(f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the GPU")
         raise SystemExit(1) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if error.errno is None or not (is_full or error.filename):  # not of a file
             raise
-        where = error.filename or "the run folder"
-        log.error(f"{program}: {error.strerror} ({where}): make room, then run the same command again")
+        # A rename fails because of what is at its end.
+        where = error.filename2 or error.filename or "the run folder"
+        cure = "make room" if is_full else "correct that"
+        log.error(f"{program}: {error.strerror} ({where}): {cure}, then run the same command again")
         raise SystemExit(1) from None
 
 
@@ -115,7 +123,9 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
         if not stop.code:
             raise
     # tyro draws a box of many lines. The error stands above its first rule, the suggestion below.
-    lines = [line.strip("│╭╮╰╯ ─") for line in printed.getvalue().splitlines()[1:]]
+    # Its rules are hyphens where stdout is not UTF-8.
+    lines = [re.sub("^[│╭╮╰╯─ -]*$", "", line).strip("│ ") for line in printed.getvalue().splitlines()[1:]]
+    lines = lines[lines[0] == "" :]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
     example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)

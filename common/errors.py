@@ -19,6 +19,10 @@ class RunError(Exception):
     """The run itself failed (a non-finite loss, a full disk). Exit status 1. The message names place and remedy."""
 
 
+class Stopped(SystemExit):
+    """A second signal ends the run at once. The environment's own SystemExit, which is an error, is not this one."""
+
+
 def diverged(what: str, step: int, folder: Path) -> RunError:
     """Return the error of a run in `folder` that computed a non-finite number at `step`; `what` describes it."""
     return RunError(

@@ -18,14 +18,15 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
-from common.checkpoint import RESTORE_OR_RESTART
-from common.errors import InputError, diverged
+from common.checkpoint import RESTORE_OR_RESTART, open_regular
+from common.errors import InputError, RunError, diverged
 from common.evaluate import Episode
-from common.messages import log
+from common.messages import keep_errors, log
 from common.progress import Progress
 from common.run_folder import COLUMNS, EVALUATIONS, crc_of
 from common.run_folder import METRICS as METRICS_FILE
 
+EVENTS = "events.out.tfevents.run"  # older runs have their folder's name at its end, which may be too long
 METRICS = ("step", "name", "value")  # one row per number: a metric that first appears late needs no new column
 
 
@@ -48,9 +49,10 @@ class Logger:
         self.score: Callable[[list[Episode]], NDArray[np.float64]] | None = None
         self._metrics = _AppendedFile(folder / METRICS_FILE, state)
         self._evaluations = _AppendedFile(folder / EVALUATIONS, state)
-        self._events = _AppendedFile(folder / f"events.out.tfevents.{folder.name}", state)
+        self._events = _AppendedFile(folder / _events_name(folder, state), state)
         for file in (self._metrics, self._evaluations, self._events):
             file.cut_back()  # after all were checked, so that a refused command changes nothing
+        keep_errors(folder / "errors.log")
         self._event_writer = RecordWriter(self._events)
         if not state:
             self._write_rows(self._metrics, [METRICS])
@@ -117,6 +119,7 @@ class Logger:
         log.info(f"step {self.step:,}: return {returns.mean():.1f} ± {returns.std():.1f}{scored}{solved}")
 
     def close(self) -> None:
+        keep_errors(None)
         self.progress.close()
         for rows in (self._metrics, self._evaluations, self._events):
             rows.file.close()
@@ -147,7 +150,11 @@ class _AppendedFile:
         """Open the file. Raises InputError if its content up to the checkpoint is not what the run wrote."""
         self.path = path
         size = state["sizes"].get(path.name, 0) if state else 0
-        self.file = path.open("r+b" if path.exists() else "w+b")
+        try:
+            self.file = open_regular(path, "r+b" if path.exists() else "w+b")
+        except OSError as error:
+            cure = "correct that, then run the same command again"
+            raise InputError(f"{path} cannot be written ({error.strerror}): {cure}") from None
         if self.file.seek(0, os.SEEK_END) < size:
             raise InputError(f"{path} is shorter than its checkpoint requires: {RESTORE_OR_RESTART}")
         self.file.seek(0)
@@ -165,10 +172,24 @@ class _AppendedFile:
         self.file.write(data)
 
     def sync(self) -> int:
-        """Write everything to the disk, and return the size in bytes."""
+        """Write everything to the disk, and return the size in bytes.
+
+        Raises RunError if another file, or none, has taken the place of this one: what follows would be lost.
+        """
         self.file.flush()
         os.fsync(self.file.fileno())
+        if not (self.path.exists() and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat())):
+            raise RunError(
+                f"{self.path} was moved, deleted or replaced during the run\n"
+                "put it back, then run the same command again"
+            )
         return self.file.tell()
+
+
+def _events_name(folder: Path, state: dict[str, Any] | None) -> str:
+    """Return the name of the event file: the one that the checkpoint or the folder has, else EVENTS."""
+    names = [*(state["sizes"] if state else ()), *sorted(path.name for path in folder.glob("events.out.tfevents.*"))]
+    return next((name for name in names if name.startswith("events.out.tfevents.")), EVENTS)
 
 
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:

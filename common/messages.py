@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -24,6 +25,9 @@ class _Console(logging.Handler):
         except BrokenPipeError:
             self.setLevel(logging.CRITICAL + 1)
 
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage()  # without the traceback
+
 
 def _cut(line: str) -> str:
     """Return the line, without its middle if it is too long: the start says what is wrong, the end what to do."""
@@ -31,10 +35,42 @@ def _cut(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
+class _ErrorFile(logging.Handler):
+    """Append errors with their tracebacks to a file, which the first one makes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.ERROR)
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+            file.write(self.format(record) + "\n\n")
+
+
 log = logging.getLogger("onramp")
 log.setLevel(logging.INFO)
 log.propagate = False  # a notebook's own handler would print each message again
 log.addHandler(_Console())
+
+
+def keep_errors(path: Path | None) -> None:
+    """From now on, append each error with its traceback to the file `path`. With None, to no file."""
+    for handler in _error_files():
+        log.removeHandler(handler)
+    if path:
+        log.addHandler(_ErrorFile(path))
+
+
+def log_error(message: str, error: Exception) -> None:
+    """Log an error. If it has a cause, the message ends with the file of its traceback."""
+    files = _error_files() if error.__cause__ or hasattr(error, "__notes__") else []
+    where = "".join(f" (traceback: {file.path})" for file in files)
+    log.error(message + where, exc_info=error)
+
+
+def _error_files() -> list[_ErrorFile]:
+    return [handler for handler in log.handlers if isinstance(handler, _ErrorFile)]
 
 
 def print_result(text: str) -> None:

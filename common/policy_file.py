@@ -6,6 +6,7 @@ The format is safetensors. It holds tensors and text only, and reading it execut
 import json
 import math
 import statistics
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from common.run_folder import EVALUATIONS, POLICY_FOLDER, mean_by_step, read_eva
 
 SUFFIX = ".safetensors"
 FACTS = "onramp"  # the key of the facts in the file's metadata
+CHECKSUM = "crc32"  # the key of the checksum among the facts
 
 
 class PolicyFile(NamedTuple):
@@ -70,8 +72,15 @@ def write_policy(path: Path, agent: object, names: set[str], facts: dict[str, An
         if name in names and not isinstance(vars(agent)[name], torch.Generator):
             for key, value in state.items() if isinstance(state, dict) else [("", state)]:
                 tensors[f"{name}.{key}" if key else name] = torch.as_tensor(value).detach().cpu().contiguous().clone()
-    with replacing(path) as file:
+    facts = facts | {CHECKSUM: _checksum(facts, save(tensors))}
+    with replacing(path) as file:  # a second key of the metadata would make their order random
         file.write(save(tensors, {FACTS: json.dumps(facts)}))
+
+
+def _checksum(facts: dict[str, Any], data: bytes) -> str:
+    """Return the CRC-32 of the facts and of the tensors' bytes, which follow the header in a file's data."""
+    tensors = data[8 + int.from_bytes(data[:8], "little") :]
+    return f"{zlib.crc32(tensors, zlib.crc32(json.dumps(facts).encode())):08x}"
 
 
 class KeptPolicies:
@@ -108,11 +117,14 @@ def read_policy(path: Path) -> PolicyFile:
         tensors = load(data)
         size = int.from_bytes(data[:8], "little")
         facts = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FACTS])
-        if not (isinstance(facts["algo"], str) and isinstance(facts["arguments"], dict)):
-            raise TypeError
+        if facts.pop(CHECKSUM, None) not in (None, _checksum(facts, data)):  # older files have none
+            raise ValueError("its checksum differs")
+        kinds = {"algo": str, "arguments": dict, "step": int, "return": int | float}
+        if not all(isinstance(facts[name], kind) for name, kind in kinds.items()):
+            raise TypeError("a fact is of another kind")
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged, or not a policy of onramp: {type(error).__name__} {error}") from None
     if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point()):
         raise InputError(f"{path} holds weights that are not finite: give another policy")
@@ -130,5 +142,5 @@ def load_into(agent: object, tensors: dict[str, Tensor]) -> None:
         elif isinstance(value, np.ndarray):
             state[name] = tensor.numpy()
         else:
-            state[name] = tensor.item() if isinstance(value, int | float) else tensor
+            state[name] = tensor.item() if isinstance(value, int | float) and tensor.numel() == 1 else tensor
     checkpoint.restore(agent, state_of(agent) | state, otherwise="give another policy")

@@ -45,7 +45,7 @@ def read_preset(preset: str, algorithm: Path, flags: Collection[str]) -> dict[st
 def _of_algorithm(path: Path, algo: str, preset: str) -> dict[str, Any]:
     """Return the file's tables of the algorithm, by task."""
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         others = ", ".join(other.stem for other in sorted(path.parent.glob("*.toml"))) or "none"
         raise InputError(f"--preset {preset}: {path} does not exist (presets in its folder: {others})") from None

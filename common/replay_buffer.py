@@ -12,8 +12,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from common.checkpoint import RESTORE_OR_RESTART, Part, read_bytes, sync
-from common.errors import InputError, require_finite
+from common.checkpoint import RESTORE_OR_RESTART, Part, open_regular, read_bytes, sync
+from common.errors import InputError, RunError, require_finite
 from common.memory import free_memory
 from common.tracing import cut
 
@@ -165,6 +165,12 @@ class ReplayBuffer(Part):
         """
         folder.mkdir(parents=True, exist_ok=True)
         row_bytes = 4 * sum(self.widths)
+        for segment in self._segments:
+            path = folder / segment.name
+            if not path.exists() or path.stat().st_size < segment.rows * row_bytes:
+                raise RunError(
+                    f"{path} was deleted, cut or replaced during the run\nput it back, then run the same command again"
+                )
         first = max(self._saved, self.added - self.capacity)
         while first < self.added:
             if not self._segments or first != self._segments[-1].end or self._segments[-1].rows == self.segment_rows:
@@ -173,7 +179,7 @@ class ReplayBuffer(Part):
             last = min(self.added, segment.first + self.segment_rows)
             rows = self.rows[self._ring(first, last)].cpu().numpy().tobytes()
             path = folder / segment.name
-            with path.open("r+b" if path.exists() else "w+b") as file:
+            with open_regular(path, "r+b" if path.exists() else "w+b") as file:
                 file.seek(segment.rows * row_bytes)  # overwrite what a killed save may have left there
                 file.write(rows)
                 file.flush()

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import filelock
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from common import checkpoint, run_folder
 from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
-from common.errors import Finished, InputError
+from common.errors import Finished, InputError, Stopped
 from common.evaluate import Act, Episode
 from common.launch import Launch
 from common.logger import Logger, start_wandb
@@ -165,7 +164,7 @@ class Run:
         """Make or reopen the folder, and return the last checkpoint, if there is one."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            self._own_folder = run_folder.OwnFolder(self.folder)
             self._check_folder()  # again: another run may have started and ended here in the meantime
         except OSError as error:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
@@ -209,7 +208,7 @@ class Run:
 
     def _write_config(self, facts: dict[str, Any]) -> None:
         with checkpoint.replacing(self.folder / CONFIG) as file:
-            file.write(json.dumps(facts | {"form": self.launch.form}, indent=2).encode())
+            file.write(run_folder.config_text(facts | {"form": self.launch.form}).encode())
 
     def _note_form(self, message: str) -> None:
         """Print what `launch` reports, and store the form, which may have changed."""
@@ -300,6 +299,7 @@ class Run:
             episodes = self._rollout.evaluate(policy)
         self.logger.log_evaluation(episodes)
         if episodes:
+            self._own_folder.require()
             returns = [episode.return_ for episode in episodes]
             self._policies.keep(self._agent, policy, self._rollout.obs, returns, self.step)
 
@@ -308,6 +308,7 @@ class Run:
 
         A kill at any point leaves the last checkpoint or this one.
         """
+        self._own_folder.require()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
         checkpoint.sync(self.folder)
@@ -333,6 +334,7 @@ class Run:
 
     def finish(self) -> Result:
         """Mark the run as complete and return its last evaluation."""
+        self._own_folder.require()
         run_folder.mark_finished(self.folder, self.step, self.logger.checksums())
         self._close()
         log.info(f"done at step {self.step:,}, results in {self.folder}")
@@ -345,7 +347,7 @@ class Run:
         """Close everything, and leave the process as it was before the run."""
         self._rollout.close()
         self.logger.close()
-        self._folder_lock.release(force=True)
+        self._own_folder.release()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -386,15 +388,8 @@ class Run:
             steps = self.last_step - self.first_step
             raise FinishedRun(f"{self.folder} is finished ({steps:,} steps): nothing to do", self._result())
 
-    def _lock(self) -> None:
-        self._folder_lock = run_folder.lock_of(self.folder)
-        try:
-            self._folder_lock.acquire()
-        except filelock.Timeout:
-            raise InputError(f"another process is running in {self.folder}: wait for it or stop it") from None
-
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._signal:  # at the second signal, at once
-            raise SystemExit(128 + number)
+            raise Stopped(128 + number)
         self._signal = number
         log.info("stopping after this step and a checkpoint (a second signal stops at once)")

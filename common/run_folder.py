@@ -1,25 +1,29 @@
 """A run folder: its files, how each is read, and the lock that keeps a second process out."""
 
+import contextlib
 import csv
 import gzip
 import io
 import json
+import os
 import re
 import statistics
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from common import checkpoint
-from common.errors import InputError
+from common.errors import InputError, RunError
 from common.evaluate import Episode
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
+# "configuration" and "threads" are those of archived runs of other programs. With other keys it is no run's.
+CONFIG_KEYS = {"algo", "arguments", "versions", "commit", "hardware", "form", "time", "own", "configuration", "threads"}
 LOCK = ".lock"
 RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
@@ -42,7 +46,7 @@ def is_finished(folder: Path) -> bool:
     return (folder / DONE).exists()
 
 
-def crc_of(file: BinaryIO, size: int) -> int:
+def crc_of(file: IO[bytes], size: int) -> int:
     """Return the CRC-32 of the next `size` bytes of a file, or of those that are left."""
     crc = 0
     while block := file.read(min(size, 2**20)):
@@ -52,31 +56,39 @@ def crc_of(file: BinaryIO, size: int) -> int:
 
 def checksum(path: Path) -> str:
     """Return the CRC-32 of a file in eight hexadecimal digits."""
-    with path.open("rb") as file:
+    with checkpoint.open_regular(path, "rb") as file:
         return f"{crc_of(file, path.stat().st_size):08x}"
 
 
 def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
-    """Write DONE, with the run's last step and the checksums of its logs, to which that of config.json is added."""
-    sums = checksums | {CONFIG: checksum(folder / CONFIG)}
+    """Write DONE, with the run's last step and the checksums of its logs, of config.json and of DONE itself."""
+    facts = {"step": step, "checksums": checksums | {CONFIG: checksum(folder / CONFIG)}}
     with checkpoint.replacing(folder / DONE) as file:
-        file.write(json.dumps({"step": step, "checksums": sums}).encode())
+        file.write(json.dumps(facts | {"own": _own_checksum(facts)}).encode())
+
+
+def _own_checksum(facts: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
 
 def require_unchanged(folder: Path) -> None:
     """Raise InputError if a file of a finished run is not what the run wrote.
 
-    Files that are absent are not missed, and of runs before version 0.2 nothing is known. An unfinished run is checked
+    Files that are absent are not missed. The DONE of an older run may hold no checksums. An unfinished run is checked
     when it resumes.
     """
     path = folder / DONE
     if not checkpoint.exists(path):
         return
     try:
-        wanted = json.loads(checkpoint.read_bytes(path) or "{}").get("checksums", {}).items()
-    except (ValueError, AttributeError):
+        facts = json.loads(checkpoint.read_bytes(path) or "{}")
+        own = facts.pop("own", None)
+        if not facts.keys() <= {"step", "checksums"} or own not in (None, _own_checksum(facts)):
+            raise ValueError
+        wanted = facts.get("checksums", {})
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
-    for name, written in wanted:
+    for name, written in wanted.items():
         if checkpoint.exists(folder / name) and checksum(folder / name) != written:
             raise InputError(f"{folder / name} has changed since the run ended: {RESTORE_FINISHED}")
 
@@ -89,11 +101,20 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         config: dict[str, Any] = json.loads(checkpoint.read_bytes(path))
+        if not config.keys() <= CONFIG_KEYS:
+            raise ValueError
+        if config.pop("own", None) not in (None, _own_checksum(config)):  # older runs have none
+            raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
         if not (isinstance(config["algo"], str) and isinstance(config["arguments"], dict)):
             raise TypeError
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} {otherwise}") from None
     return config
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """Return the text of config.json, which ends with its own checksum."""
+    return json.dumps(config | {"own": _own_checksum(config)}, indent=2)
 
 
 def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -158,6 +179,37 @@ def lock_of(folder: Path, timeout: float = 0) -> FileLock:
     """
     path = folder.resolve() / LOCK
     return FileLock(path, timeout, thread_local=False, is_singleton=True, fallback_to_soft=False)
+
+
+class OwnFolder:
+    """The lock that a run holds on its folder. It also shows whether the folder is still the run's."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock. Raises InputError if another process has it, or if it cannot be taken."""
+        self._folder, self._lock = folder, lock_of(folder)
+        self._lock.release(force=True)  # a failed run of this process may hold it, in a folder that is gone
+        try:
+            self._lock.acquire()
+            self._locked = os.stat(self._lock.lock_file)
+        except Timeout:
+            raise InputError(f"another process is running in {folder}: wait for it or stop it") from None
+        except OSError as error:
+            reason = "it is a symbolic link" if (folder / LOCK).is_symlink() else error.strerror
+            where = f"{folder / LOCK} cannot be locked ({reason})"
+            raise InputError(f"{where}: correct that, or give another --run-dir") from None
+
+    def require(self) -> None:
+        """Raise RunError if the folder was moved, deleted or replaced since the lock was taken."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self._locked, os.stat(self._folder / LOCK)):  # what is locked keeps its inode
+                return
+        raise RunError(
+            f"{self._folder} is no longer the folder that this run locked: it was moved, deleted or replaced\n"
+            "put it back, then run the same command again"
+        )
+
+    def release(self) -> None:
+        self._lock.release(force=True)
 
 
 def run_config(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, RescaleAction
 
-from common.errors import InputError, RunError, require_finite_actions
+from common.errors import InputError, RunError, Stopped, require_finite_actions
 from common.messages import log
 from common.seeding import seeds
 from envs import ogbench
@@ -64,9 +64,9 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         try:
             obs, info = self.env.reset(seed=seed, options=options)
-        except (InputError, RunError, MemoryError):
+        except (InputError, RunError, MemoryError, Stopped):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = _reason(error)
             if self._has_begun:
                 raise RunError(
@@ -84,9 +84,9 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         require_finite_actions(action)
         try:
             obs, reward, termination, truncation, info = self.env.step(np.asarray(action, self._dtype))
-        except (InputError, RunError, MemoryError):
+        except (InputError, RunError, MemoryError, Stopped):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RunError(
                 f"{self._name} failed in a step: {_reason(error)}\n"
                 "Correct it, then run the same command to resume from the last checkpoint."
@@ -98,9 +98,8 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         except (TypeError, ValueError):
             raise InputError(f"{self._name} gave a reward that is not a number, {reward!r}") from None
         told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
-        name = str(self._name)
-        termination, truncation = _truth("termination", termination, name), _truth("truncation", truncation, name)
-        return self._shaped(obs), number, termination, truncation, told
+        is_terminal = _is_true("termination", termination, str(self._name))
+        return self._shaped(obs), number, is_terminal, _is_true("truncation", truncation, str(self._name)), told
 
     def _shaped(self, obs: Any) -> Array:
         try:
@@ -133,15 +132,15 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         told = {"return": float(info["return"])} if "return" in info else {}
         for key in SUCCESS:
             if key in info:
-                return told | {"success": _truth(key, info[key], str(self._name))}
+                return told | {"success": _is_true(key, info[key], str(self._name))}
         if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
             told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
         return told
 
 
-def _truth(key: str, value: Any, name: str) -> bool:
-    """Return what an environment reports as `key`. Raises InputError for what is neither true nor false."""
-    if isinstance(value, bool | np.bool_):  # first, because each step asks
+def _is_true(key: str, value: Any, name: str) -> bool:
+    """Return an environment's success or end as a bool. Raises InputError for what is neither true nor false."""
+    if isinstance(value, bool | np.bool_):
         return bool(value)
     if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf" or np.isnan(value):
         text = " ".join(repr(value).split())[:100]
@@ -149,7 +148,7 @@ def _truth(key: str, value: Any, name: str) -> bool:
     return bool(value)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__} {error}".split())[:300]
 
 
@@ -165,13 +164,13 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         self.action_repeat = times
 
     def step(self, action: Array) -> tuple[Array, Any, bool, bool, dict[str, Any]]:
-        total, successes = 0.0, dict[str, bool]()
+        total, successes, name = 0.0, dict[str, bool](), str(self.spec and self.spec.id)
         for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
             total += float(reward)
-            found = {key: _truth(key, info[key], str(self.spec and self.spec.id)) for key in SUCCESS if key in info}
+            found = {key: _is_true(key, info[key], name) for key in SUCCESS if key in info}
             successes |= {key: value or successes.get(key, False) for key, value in found.items()}
-            if termination or truncation:
+            if _is_true("termination", termination, name) or _is_true("truncation", truncation, name):
                 break
         return obs, total, termination, truncation, info | successes
 

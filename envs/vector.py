@@ -6,6 +6,7 @@ Both kinds keep the contract of `envs.make.make_vector`, which makes them.
 import contextlib
 import importlib
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -53,14 +54,15 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
             return super().call(name, *args, **kwargs)
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """Raise an error of this project unchanged, without the traceback that Gymnasium would print."""
+        """Raise an error of this project, or a lack of memory, unchanged, without Gymnasium's traceback."""
         successes = list(successes)
         failed = [self.error_queue.get() for success in successes if not success]
-        for _, kind, error, _ in failed:
-            if issubclass(kind, InputError | RunError):
+        for _, kind, error, trace in failed:
+            if issubclass(kind, InputError | RunError | MemoryError):
                 for process in self.processes:
                     process.terminate()
                 self.closed = True  # otherwise Gymnasium would wait for their answers
+                error.add_note(trace)
                 raise error
         for each in failed:
             self.error_queue.put(each)
@@ -79,7 +81,8 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
 
 
 def _work(*args: Any) -> None:
-    os.setpgrp()  # Ctrl-C reaches a terminal's whole process group, but the run must still write a checkpoint
+    os.setpgrp()  # a terminal's Ctrl-C and timeout's SIGTERM reach a whole group, but the run must write a checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent was killed: end silently
         _async_worker(*args)
 

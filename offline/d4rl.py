@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from common.errors import InputError
 from envs.settings import is_plain
-from offline.download import download
+from offline.download import download, require_same
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.hdf5 import BAD_FILE, opened, unreadable
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
-SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"
+SERVER = "https://rail.eecs.berkeley.edu/datasets/offline_rl/"
 BLOCK_ROWS = 16_384
 KEYS = ("observations", "actions", "rewards", "terminals")  # every file has them
 
@@ -111,6 +111,7 @@ def _locate(source: str) -> tuple[Path, Entry | None]:
     path = folder() / Path(IDS[source].file).name
     if not path.exists():
         download(url(source), path, check=_check_layout)
+    require_same(path)
     return path, IDS[source]
 
 

@@ -1,5 +1,7 @@
 """Download a file: resume an interrupted download, check the file, and put it in place in one step."""
 
+import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -72,6 +74,25 @@ def download(url: str, path: Path, check: Callable[[Path], object], variable: st
         raise InputError(f"{path.parent} cannot be written ({error.strerror}): set {variable}") from None
 
 
+def require_same(path: Path) -> None:
+    """Raise InputError if the file is not the one that was first used at `path`.
+
+    The first call writes the file's SHA-256 to `path`.sha256, which `sha256sum -c` reads. Later calls compare it, also
+    after another download. A folder that cannot be written remembers nothing.
+    """
+    note = path.with_name(f"{path.name}.sha256")
+    with path.open("rb") as file:
+        line = f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
+    if not note.exists():
+        with contextlib.suppress(PermissionError), replacing(note) as file:
+            file.write(line.encode())
+    elif note.read_bytes() != line.encode():
+        raise InputError(
+            f"{path} is not the file that was first used here: restore it, "
+            f"or delete {note.name} next to it to accept the new one"
+        )
+
+
 def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path], object]) -> None:
     try:
         check(part)
@@ -105,6 +126,8 @@ def _insist(url: str, part: Path, facts: Path) -> None:
 
 def _receive(url: str, part: Path, facts: Path) -> None:
     """Append what is missing to `part`. Raises IncompleteRead if its size is not the promised one."""
+    if part.is_symlink() or not part.is_file():  # a link or a pipe that was put there is never written through
+        part.unlink(missing_ok=True)
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "onramp", "Accept-Encoding": "identity"}
     if have and (same_file := _validator(facts)):

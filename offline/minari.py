@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Space, flatdim
 from huggingface_hub import constants
 from minari import MinariDataset, download_dataset, list_local_datasets, load_dataset
+from minari.dataset.minari_storage import MinariStorage
 from minari.storage import get_dataset_path
 from minari.storage.remotes import DEFAULT_REMOTE
 
@@ -28,6 +29,7 @@ from envs.make import register_robotics
 from offline.download import require_connection
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
+SMALLEST_EPISODE = 100  # bytes; in HDF5, the names and shapes of its arrays take more
 BLOCK_ROWS = 10_000  # short episodes are joined into blocks of about this many transitions
 
 # What the library raises on files that are damaged, missing or of another version.
@@ -61,9 +63,22 @@ def read(source: str) -> RawDataset:
     if not (folder / "data" / "metadata.json").exists():
         _download(source)
     try:
-        return _recording(load_dataset(dataset_id), source)
+        return _recording(_loaded(dataset_id), source)
     except _BAD_FILES as error:
         raise _damaged(folder, error) from None
+
+
+def _loaded(dataset_id: str) -> MinariDataset:
+    """Return the dataset in Minari's folder. Raises InputError if a package for it is missing, or one of _BAD_FILES."""
+    data = get_dataset_path(dataset_id) / "data"
+    episodes = int(MinariStorage.read_raw_metadata(data)["total_episodes"])
+    size = sum(path.stat().st_size for path in data.rglob("*"))
+    if not 0 <= episodes <= size // SMALLEST_EPISODE:  # the library allocates a number for each
+        raise ValueError(f"its metadata.json has {episodes:,} episodes, its files have {size:,} bytes")
+    try:
+        return load_dataset(dataset_id)
+    except ImportError as error:
+        raise InputError(f"{data} cannot be read ({' '.join(str(error).split())})") from None
 
 
 def reference(dataset_id: str) -> tuple[float, float] | None:
@@ -74,7 +89,10 @@ def reference(dataset_id: str) -> tuple[float, float] | None:
         is_here = False
     if not is_here:
         return None
-    scores = _scores(load_dataset(dataset_id).storage.metadata)
+    try:
+        scores = _scores(_loaded(dataset_id).storage.metadata)
+    except _BAD_FILES as error:
+        raise _damaged(get_dataset_path(dataset_id), error) from None
     return checked_attributes(dataset_id, scores, action_dim=0).get("reference")
 
 

@@ -17,7 +17,7 @@ from common.errors import InputError, RunError
 from common.messages import log
 from envs.make import unwrapped
 from envs.ogbench import DATASETS
-from offline.download import download
+from offline.download import download, require_same
 from offline.npz import Archive
 from offline.recording import Array, RawDataset, TransitionBlock
 
@@ -154,6 +154,7 @@ def read(dataset_id: str, path: Path | None = None) -> RawDataset:
     _mention_origin(path)
     file = Archive(path)
     require_task(file, goal, name)
+    require_same(path)
     is_last = last_rows(file)
     starts_only = is_last & np.append(True, is_last[:-1])
     if is_last.all():

@@ -179,7 +179,8 @@ def _recipe_of_file(output: str) -> dict[str, Any] | None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".part")
-        aside.touch()
+        aside.unlink(missing_ok=True)
+        aside.touch(exist_ok=False)  # it follows no link
         aside.unlink()
         return None
     try:

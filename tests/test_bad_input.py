@@ -45,7 +45,7 @@ OTHER_USER = 65534
 
 
 class Broken(gym.Env[Any, Any]):
-    """A point that gives a non-finite reward or observation at its 130th step in the process."""
+    """A point that gives a non-finite reward or observation, or fails, at its 130th step in the process."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
     action_space = gym.spaces.Box(-1, 1, (1,))
@@ -61,11 +61,13 @@ class Broken(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         Broken.steps += 1
         bad = Broken.steps > 130
+        if bad and self.part == "steps":
+            raise ZeroDivisionError("no wind")
         obs = np.full(3, np.nan if bad and self.part == "obs" else 1.0)
         return obs, np.inf if bad and self.part == "rewards" else 1.0, False, Broken.steps % 10 == 0, {}
 
 
-for part in ("rewards", "obs"):
+for part in ("rewards", "obs", "steps"):
     gym.register(f"Broken-{part}-v0", entry_point=lambda part=part: Broken(part))
 
 
@@ -353,6 +355,20 @@ def test_non_finite_environment(run, tmp_path: Path, algo: str, part: str):
     arguments = {"env": f"Broken-{part}-v0", "run_dir": tmp_path / "run", "eval_every": 10_000, "checkpoint_every": 50}
     assert_refused(run(*flags(algo, **arguments), algo=algo), 1, "non-finite", part, "transition")
     assert final_state(tmp_path / "run")["logger"]["step"] in (50, 100)  # the checkpoint before it is whole
+
+
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+def test_the_traceback_of_an_environment_is_in_the_run(run, tmp_path: Path, vectorizer: str):
+    """Of its own lines, also if it ran in another process. A later failure adds to the file."""
+    folder = tmp_path / "run"
+    Broken.steps = 0
+    line = flags("sac", env="Broken-steps-v0", run_dir=folder, vectorizer=vectorizer, checkpoint_every=50)
+    for times in (1, 2):
+        failed = run(*line)
+        assert_refused(failed, 1, "no wind", "Correct it", f"(traceback: {folder / 'errors.log'})")
+        text = (folder / "errors.log").read_text()
+        assert text.count('raise ZeroDivisionError("no wind")') == times
+        assert text.count("sac.py: Broken-steps-v0 failed in a step: ZeroDivisionError no wind") == times
 
 
 @pytest.mark.parametrize("algo", sorted({*with_flag("critic_lr")} - {*OFFLINE}))

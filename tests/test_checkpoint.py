@@ -109,9 +109,9 @@ def test_any_damage_is_noticed(tmp_path: Path, seed: int):
 @pytest.mark.parametrize(
     ("where", "error", "reason"),
     [
-        ("pathlib.Path.read_bytes", PermissionError(errno.EACCES, "Permission denied"), "permission to read it"),
-        ("pathlib.Path.read_bytes", OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        ("pathlib.Path.read_bytes", MemoryError(), "does not fit into memory"),
+        ("common.checkpoint.open_regular", PermissionError(errno.EACCES, "Permission denied"), "permission to read it"),
+        ("common.checkpoint.open_regular", OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        ("common.checkpoint.open_regular", MemoryError(), "does not fit into memory"),
         ("torch.load", MemoryError(), "does not fit into memory"),
         ("torch.load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
     ],

@@ -16,7 +16,7 @@ from d4rl_file import make
 from common.errors import InputError, RunError
 from offline import download as module
 from offline.d4rl import read
-from offline.download import download
+from offline.download import download, require_same
 
 CONTENT = bytes(range(256)) * 4000  # just over a million bytes
 
@@ -215,7 +215,38 @@ def test_an_id_is_downloaded_once_into_d4rls_folder(
     for _ in range(2):
         assert len(read("walker2d-medium-v2")) == 5
     assert len(server.asked) == 1
-    assert left(tmp_path / "cache") == {"walker2d_medium-v2.hdf5"}
+    assert left(tmp_path / "cache") == {"walker2d_medium-v2.hdf5", "walker2d_medium-v2.hdf5.sha256"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_another_file_under_the_same_id_is_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Whether it was changed on the disk, or is what the server has after the first was deleted."""
+    monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
+    server.content = make(tmp_path / "theirs.hdf5", "..t..o").read_bytes()
+    read("walker2d-medium-v2")
+    path = tmp_path / "cache" / "walker2d_medium-v2.hdf5"
+    other = make(tmp_path / "other.hdf5", "..t..o...o").read_bytes()
+    if again:
+        path.unlink()
+        server.content = other
+    else:
+        path.write_bytes(other)
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"not the file that was first used here: .* walker2d_medium-v2\.hdf5\.sha256"
+        ):
+            read("walker2d-medium-v2")
+    path.with_name(path.name + ".sha256").unlink()
+    assert len(read("walker2d-medium-v2")) == 8
+
+
+def test_the_note_is_that_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(CONTENT)
+    require_same(tmp_path / "a")
+    subprocess.run(["sha256sum", "--check", "--strict", "a.sha256"], cwd=tmp_path, check=True)
 
 
 def test_an_id_whose_download_is_no_dataset(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

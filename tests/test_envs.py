@@ -77,7 +77,7 @@ class Misbehaving(gym.Env[Any, Any]):
         self.steps += 1
         if self.steps < 30:
             return np.zeros(3, np.float32), 0.0, False, False, {}
-        if isinstance(self.returned, Exception):
+        if isinstance(self.returned, BaseException):
             raise self.returned
         return self.returned
 
@@ -103,7 +103,12 @@ gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
         (of({"success": np.ones(2)}), InputError, r"gave a success of array\(\[1\., 1\.\]\), which is neither"),
         (of({"is_success": "yes"}), InputError, "gave a is_success of 'yes', which is neither"),
         (of({"success": None}), InputError, "gave a success of None, which is neither"),
-        ((*of({})[:2], "no", False, {}), InputError, "gave a termination of 'no', which is neither true nor false"),
+        (SystemExit(3), RunError, "failed in a step: SystemExit 3\n"),
+        (
+            (*of({})[:2], np.zeros(2, bool), False, {}),
+            InputError,
+            r"gave a termination of array\(\[False, False\]\), which",
+        ),
         ((*of({})[:3], None, {}), InputError, "gave a truncation of None, which is neither true nor false"),
         (("text", *of({})[1:]), InputError, "gave an observation that is not a vector of numbers, 'text'"),
     ],
@@ -122,6 +127,18 @@ def test_a_step_that_misbehaves_is_told_in_two_lines(
     assert len(str(caught.value).splitlines()) <= 2
     envs.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("vectorizer", ["sync", "async"])
+def test_a_lack_of_memory_in_a_step(vectorizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is no fault of the environment, and without a traceback too."""
+    envs = make_vector("Misbehaving-v0", 2, 0, vectorizer=vectorizer, returned=MemoryError())
+    envs.reset()
+    with pytest.raises(MemoryError):  # noqa: PT012
+        for _ in range(30):
+            envs.step(np.zeros((2, 1), np.float32))
+    envs.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_reset_without_info_is_refused() -> None:

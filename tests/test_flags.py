@@ -2,8 +2,11 @@
 
 import ast
 import dataclasses
+import io
 import itertools
 import json
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -358,3 +361,32 @@ def test_every_number_is_held_in_the_bounds_of_its_annotation(algo: str):
         for value in refused:
             with pytest.raises(InputError, match=rf"^--{name.replace('_', '-')} is "):
                 module(algo).Args(**required(algo) | {name: value})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bogus", "3"], "Unrecognized options: --bogus, 3\nsee --help"),
+        (["--actor-l", "3"], "Unrecognized options: --actor-l, 3 (perhaps --actor-lr?)\nsee --help"),
+        (["--actor-lr", "x"], "Error parsing --actor-lr: could not convert string to float: 'x'\nsee --help"),
+        (["--actor-lr"], "Missing value for argument '--actor-lr'. Expected 1 values.\nsee --help"),
+    ],
+)
+def test_an_error_is_the_same_in_any_terminal(
+    words: list[str], said: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The parser draws its box in characters that the terminal has."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    with pytest.raises(InputError) as error:
+        parse(module("sac").Args, words)
+    assert str(error.value).startswith(said)
+
+
+def test_the_help_in_a_terminal_without_greek_letters():
+    line = [sys.executable, "algos/sac.py", "--help"]
+    poor = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(line, cwd=ROOT, env=poor, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+    assert rb"\u03b1" in done.stdout

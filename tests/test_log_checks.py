@@ -14,9 +14,9 @@ from bench.report.archive_run import keep, kept_runs
 from bench.report.compare import Args, read_scores
 from common import checkpoint
 from common.errors import InputError
-from common.run_folder import read_last_evaluation
+from common.run_folder import read_last_evaluation, require_unchanged
 
-LOGS = ("evaluations.csv", "metrics.csv", "events.out.tfevents.1")
+LOGS = ("evaluations.csv", "metrics.csv", "events.out.tfevents.run")
 
 
 def flipped(data: bytearray, chance: random.Random) -> bytes:
@@ -98,14 +98,28 @@ def test_a_changed_file_of_a_finished_run_is_read_by_nothing(file: str, reader: 
     content = path.read_bytes()
     for mutation in MUTATIONS[:2]:
         path.write_bytes(mutation(bytearray(content), random.Random(0)))
-        with pytest.raises(InputError, match=f"{file} (has changed since the run ended|is damaged)|other arguments"):
+        with pytest.raises(
+            InputError, match=f"{file} (has changed since the run (ended|wrote it)|is damaged)|other arguments"
+        ):
             READERS[reader](finished)
     path.write_bytes(content)
     if reader != "more steps":
         READERS[reader](finished)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '"done"'])
+def test_no_bit_of_the_mark_of_the_end_may_change(finished: Path) -> None:
+    """One that left it readable would switch the comparison off, or compare with another checksum."""
+    path = finished / "DONE"
+    before = path.read_bytes()
+    for at in range(len(before)):
+        path.write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
+        with pytest.raises(InputError, match="DONE is damaged: restore it from a copy"):
+            require_unchanged(finished)
+    path.write_bytes(before)
+    require_unchanged(finished)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"done"', "[" * 100_000])
 def test_a_damaged_mark_of_the_end_is_named(content: str, finished: Path) -> None:
     path = finished / "DONE"
     before = path.read_text()

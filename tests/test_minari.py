@@ -280,6 +280,33 @@ class TestBadDatasets:
         with pytest.raises(InputError, match=r"mine/made-v0(/data)? is not a whole Minari dataset"):
             load("mine/made-v0")
 
+    @pytest.mark.parametrize(
+        ("changed", "reason"),
+        [
+            ({"total_episodes": 10**9}, "metadata.json has 1,000,000,000 episodes, its files have"),
+            ({"total_episodes": -1}, "metadata.json has -1 episodes"),
+            ({"total_episodes": None}, "is not a whole Minari dataset"),
+        ],
+    )
+    def test_metadata_that_lies(
+        self, own_folder: Path, changed: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The library, which allocates an index for each episode, never sees it."""
+        path = own_folder / create([episode(3, 0.0, "truncated")]) / "data" / "metadata.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+        monkeypatch.setattr("offline.minari.load_dataset", lambda _: pytest.fail("the library read it"))
+        for read in (load, reference):
+            with pytest.raises(InputError, match=reason):
+                read("mine/made-v0")
+
+    def test_arrow_without_its_package(self, own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        monkeypatch.delitem(sys.modules, "minari.dataset._storages.arrow_storage", raising=False)
+        path = own_folder / create([episode(3, 0.0, "truncated")]) / "data" / "metadata.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data_format": "arrow"}))
+        with pytest.raises(InputError, match=r"data cannot be read \(.*pip install \"minari\[arrow\]\""):
+            load("mine/made-v0")
+
     def test_an_episode_without_its_last_observation(self) -> None:
         whole = episode(3, 0.0, "truncated")
         steps = dataclasses.replace(whole, observations=np.asarray(whole.observations)[:-1])

@@ -330,6 +330,11 @@ def test_a_hostile_file_is_not_executed(tmp_path: Path, how: str):
         (SAC | layer("actor.mu", 2, 8), {}, True, "3 observations to 2 actions, Pendulum-v1"),
         (SAC | layer("actor.latent_pi.0", 8, 5), {}, True, "5 observations to 1 actions, Pendulum-v1"),
         (SAC | layer("actor.latent_pi.2", 9, 8), {}, True, "do not fit each other"),
+        (SAC | {"actor.mu.weight": torch.tensor(1.0)}, {}, True, r"actor.mu of fitting shapes \(\[\] and \[1\]"),
+        (SAC | {"actor.latent_pi.0.bias": torch.zeros(1)}, {}, True, r"latent_pi.0 of fitting shapes"),
+        (PPO | {"log_std": torch.zeros(7, 1, 1)}, {}, False, "do not fit each other: 3 observations give actions of"),
+        (GSDE, {"policy_kwargs": {"clip_mean": "wide"}}, True, "clip_mean of 'wide'"),
+        (SAC | {"actor.mu.bias": torch.zeros(1).expand(2**28 + 1)}, {}, True, "takes 268,435,456 at most"),
         (SAC, {"policy_kwargs": {"activation_fn": "<class 'my.Own'>"}}, True, "my.Own"),
         (PPO | layer("features_extractor.cnn.0", 8, 3), {}, True, "not a plain MLP"),
         (GSDE, {"use_sde": True}, False, "gSDE.*--deterministic"),
@@ -340,6 +345,25 @@ def test_files_that_do_not_fit(tmp_path: Path, weights: Any, data: Any, determin
     source = write_zip(tmp_path / "policy.zip", weights, **data)
     with pytest.raises(InputError, match=named):
         load_policy(source, PENDULUM, 0, deterministic)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_zip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: bool):
+    """Neither the file's own parts nor those of the archive policy.pth: a small limit stands for the memory."""
+    source = write_zip(tmp_path / "policy.zip", SAC)
+    load_policy(source, PENDULUM, 0, deterministic=True)
+    monkeypatch.setattr("tools.stable_baselines.LARGEST", 2**20)
+    load_policy(source, PENDULUM, 0, deterministic=True)
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("policy/data/0", bytes(2**21))
+    assert len(bomb.getvalue()) < 2**12
+    with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("policy.pth", bomb.getvalue() if inner else bytes(2**21))
+        archive.writestr("data", "{}")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was unpacked"))
+    with pytest.raises(InputError, match=r"it unpacks to 0\.0 GB, and a policy takes 0\.0 at most"):
+        load_policy(source, PENDULUM, 0, deterministic=True)
 
 
 def test_what_is_no_policy(tmp_path: Path):

@@ -96,7 +96,7 @@ def test_without_evaluations_there_is_no_policy_file(small: Callable[..., Any]) 
     assert not (module("sac").train(small(total_steps=60, eval_episodes=0)).folder / "policy").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "text", "foreign", "infinite", "facts", "shape"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "foreign", "infinite", "facts", "step", "shape"])
 def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_path: Path) -> None:
     folder = module("sac").train(small(total_steps=60)).folder
     path = folder / "policy" / "last.safetensors"
@@ -105,6 +105,8 @@ def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_p
         path.write_bytes({"cut": whole[:-9], "empty": b"", "text": b"not a policy at all"}[damage])
     else:
         metadata = {"onramp": '{"algo": 3}'} if damage == "facts" else None
+        if damage == "step":
+            metadata = {"onramp": json.dumps({k: v for k, v in file.facts.items() if k != "step"})}
         tensors = dict(file.tensors)
         if damage in ("infinite", "shape"):
             name = next(iter(tensors))
@@ -116,8 +118,31 @@ def test_a_damaged_file_is_refused(damage: str, small: Callable[..., Any], tmp_p
         load_policy(str(path), PENDULUM, 0, deterministic=True)
 
 
+def test_changed_bits_of_a_policy_are_noticed(small: Callable[..., Any]) -> None:
+    """Of its weights and of its facts. A file without a checksum is an older one."""
+    path = module("sac").train(small(total_steps=60)).folder / "policy" / "last.safetensors"
+    whole, file = path.read_bytes(), read_policy(path)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    facts = whole.index(b"return")
+    for at in [*range(header, len(whole), 97), len(whole) - 1, *range(facts, facts + 12)]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(InputError, match="damaged, or not a policy of onramp"):
+            read_policy(path)
+    save_file(file.tensors, path, {"onramp": json.dumps(file.facts)})
+    assert read_policy(path).facts == file.facts
+
+
 def test_a_file_that_is_missing_or_a_name_that_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no file"):
         read_trained(tmp_path / "policy.safetensors")
     with pytest.raises(InputError, match="sac/Nowhere-v0"):
         load_policy("sac/Nowhere-v0", PENDULUM, 0, deterministic=True)
+
+
+def test_weights_that_would_be_broadcast_are_refused() -> None:
+    """A tensor, an array or a number of another shape: PyTorch and NumPy would repeat or convert it."""
+    agent = agent_of("sac")
+    agent.scale, agent.gain = np.ones(4), 1.0
+    for name, shape in (("log_alpha", [1]), ("scale", [1]), ("scale", [2]), ("gain", [2])):
+        with pytest.raises(InputError, match=rf"does not fit {name}: its shape is \[.\]"):
+            load_into(agent, {name: torch.ones(shape)})

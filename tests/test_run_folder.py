@@ -1,6 +1,7 @@
 """A run folder's files are read whole or refused, and its lock keeps other processes out."""
 
 import gzip
+import json
 import os
 import signal
 import subprocess
@@ -13,20 +14,43 @@ from filelock import Timeout
 
 from common.errors import InputError
 from common.evaluate import Episode
-from common.run_folder import COLUMNS, lock_of, read_config, read_evaluations, read_last_evaluation
+from common.run_folder import COLUMNS, config_text, lock_of, read_config, read_evaluations, read_last_evaluation
 
 HOLD = "import sys, time; from pathlib import Path; from common.run_folder import lock_of\n"
 HOLD += "with lock_of(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
 HEADER = ",".join(COLUMNS) + "\n"
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"algo": "sac"}', '{"algo": 1, "arguments": {}}'])
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", "[" * 100_000, '{"algo": "sac"}', '{"algo": 1, "arguments": {}}']
+)
 def test_config_that_is_not_a_runs_is_refused(tmp_path: Path, text: str | None):
     """The message has the path and what the caller wants said."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=r"config\.json is no good$"):
         read_config(tmp_path, "is no good")
+
+
+def test_no_bit_of_a_config_may_change(tmp_path: Path):
+    """Nor of the facts that no program reads. A config without a checksum is an older one."""
+    config = {"algo": "sac", "arguments": {"seed": 1, "gamma": 0.99}, "hardware": {"cpu": "µ"}}
+    path, text = tmp_path / "config.json", config_text(config).encode()
+    for at in range(len(text)):
+        path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        if json_or_none(path.read_bytes()) != json.loads(text):  # a blank between two entries means nothing
+            with pytest.raises(InputError, match=r"config\.json (has changed since the run wrote it|is no good)"):
+                read_config(tmp_path, "is no good")
+    for older in (text, json.dumps(config).encode()):
+        path.write_bytes(older)
+        assert read_config(tmp_path, "is no good") == config
+
+
+def json_or_none(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
 
 
 def test_last_evaluation_is_read(tmp_path: Path):

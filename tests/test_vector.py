@@ -1,5 +1,6 @@
 """Many environments at once: every transition is stored, none joins two episodes, and no process is left behind."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -114,6 +115,17 @@ def test_a_killed_process_ends_the_run(use: Callable[[Any], Any], capfd: pytest.
         use(envs)
     del envs
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_to_the_processes_alone_changes_nothing() -> None:
+    """Each is its own process group, so a user has to send it on purpose."""
+    envs = make_vector("Pendulum-v1", 2, seed=0, vectorizer="async")
+    envs.reset()
+    for worker in envs.processes:  # type: ignore[attr-defined]
+        os.kill(worker.pid, signal.SIGINT)
+    for _ in range(3):
+        envs.step(np.zeros((2, 1), np.float32))
+    envs.close()
 
 
 @pytest.mark.parametrize("end", ["envs.close()", "", "raise SystemExit", "import os, signal; os.kill(os.getpid(), 9)"])

@@ -15,6 +15,8 @@ two conventions:
 The same command resumes an interrupted build, and does nothing if its result exists.
 """
 
+import common.start
+
 import subprocess
 import sys
 from dataclasses import asdict, dataclass

@@ -10,6 +10,8 @@ its transitions evenly, so that short episodes are not favoured. Each environmen
 its share, and stored as one that timed out. The same command again does nothing.
 """
 
+import common.start
+
 import contextlib
 import dataclasses
 import json

@@ -7,6 +7,8 @@
 The format is recognised from the contents, and printed. docs/data.md describes the formats.
 """
 
+import common.start
+
 import json
 import re
 from collections.abc import Callable

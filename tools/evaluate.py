@@ -8,6 +8,8 @@ A run folder stands for its last checkpoint. The first episodes are those of the
 describe one policy better, but they say nothing about other seeds of the training (docs/many-runs.md).
 """
 
+import common.start
+
 import contextlib
 import csv
 import io

@@ -8,6 +8,8 @@ observations, squashing and scaling are inside. A policy that samples takes its 
 compared with the agent before it is kept. docs/policies.md has an example of its use.
 """
 
+import common.start
+
 import importlib.util
 import io
 import json

@@ -12,6 +12,8 @@ reference is the whole replay buffer of an online run. Continuous pairs in the s
 grid has five edges in each dimension over the reference's range, as in the authors' evaluation of D4RL.
 """
 
+import common.start
+
 import json
 import operator
 from collections.abc import Iterator

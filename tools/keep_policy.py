@@ -7,6 +7,8 @@ The best is the one with the highest mean return over 20 episodes. It is then ev
 the highest of several means is too high. The file has these returns, and what it was chosen from.
 """
 
+import common.start
+
 import statistics
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,6 +13,8 @@ interrupted one, at most ten episodes for each process are lost, and it does not
 Source: Park et al. 2025, "OGBench", arXiv 2410.20092, appendix on datasets, and the settings of its repository (MIT).
 """
 
+import common.start
+
 import io
 import json
 import multiprocessing

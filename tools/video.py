@@ -7,6 +7,8 @@ The episodes are those of the run's own evaluations, at the speed of the simulat
 install.
 """
 
+import common.start
+
 import contextlib
 import itertools
 import math
@@ -162,6 +164,7 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
     rate = 1 / seconds_per_step(env)
     every = math.ceil(rate / MAX_FRAMES_PER_SECOND - 1e-6)  # steps
     part = path.with_name(f"{path.stem}.part.mp4")
+    part.unlink(missing_ok=True)  # a link that was put there would be followed
     writers: list[Any] = []
     calls = itertools.count()
     longest = (env.spec and env.spec.max_episode_steps) or MAX_EPISODE_STEPS

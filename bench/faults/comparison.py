@@ -24,7 +24,7 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 
 def files_of(run: Path) -> set[str]:
-    return {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.name != LOCK}
+    return {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.name not in (LOCK, "errors.log")}
 
 
 def _same_file(path: Path, other: Path) -> bool:
@@ -43,17 +43,11 @@ def _content(path: Path) -> Any:
     if path.name == DONE:
         done = json.loads(path.read_text())
         timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
-        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}}
+        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, "own": None}
     if path.name.startswith("events"):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
-        return [
-            (
-                e.step,
-                e.file_version,
-                [(v.tag, v.simple_value) for v in e.summary.value if not v.tag.startswith("time/")],
-            )
-            for e in events
-        ]
+        values = [[(v.tag, v.simple_value) for v in each.summary.value if v.tag[:5] != "time/"] for each in events]
+        return [(each.step, each.file_version) for each in events], values
     if path.name == "state.pt":
         state = checkpoint.load(path)
         return state | {"logger": state["logger"]["step"]}

@@ -49,7 +49,7 @@ RESETS: dict[str, Any] = {
     "obs text": ("text", {}), "three": (OBS, {}, {}), "obs None": (None, {}),
 }  # fmt: skip
 ERRORS: dict[str, Any] = {
-    "ValueError": ValueError("bad\nvalue\nof three lines"), "KeyError": KeyError("k"),
+    "ValueError": ValueError("bad\nvalue\nof three lines"), "KeyError": KeyError("k"), "SystemExit": SystemExit(3),
     "MemoryError": MemoryError(), "StopIteration": StopIteration(),
     "RecursionError": RecursionError(), "OSError": OSError(28, "No space left on device"), "EOFError": EOFError(),
     "BrokenPipeError": BrokenPipeError(), "empty message": RuntimeError(), "unicode": RuntimeError("ü" * 3_000),

@@ -24,7 +24,7 @@ from bench.faults.runs import (
     train,
 )
 from bench.report import archive_run
-from common.run_folder import LOCK
+from common.run_folder import DONE, LOCK
 from tools import evaluate
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -104,13 +104,18 @@ def _mutated(
         changed = (file, other) if mutation == "swap" else (file,)
         finished = made.parent.name.startswith(f"{algo}-whole")
         unread = tuple(each for each in changed if finished and each.startswith(UNREAD))
+        if mutation == "empty":  # an empty DONE is that of an older run: nothing is compared
+            unread += (DONE,)
+        if mutation == "delete" and finished:  # what is absent is not missed
+            unread += changed
         return compared(found, run, base(algo, "whole") / "run", unread)
     if reader == "more":
         longer = more_steps(algo)
         found = judged(train(algo, small_flags(algo, **longer), folder), f"{algo}.py", "continued")
         if not set(longer) <= set(args_of(algo).extendable):
             return found if found.outcome == "refused" else Verdict("MESSAGE", f"not refused: {found}")
-        return compared(found, run, base(algo, "longer") / "run")
+        unread = tuple(name for name in (file, other) if name.startswith("policy/best"))  # of an earlier evaluation
+        return compared(found, run, base(algo, "longer") / "run", unread)
     ended, program = read(reader, folder)
     found = judged(ended, program, "continued")
     if found.outcome == "continued" and (got := answer(folder)) != (wanted := expected_answer(reader, made)):

@@ -4,6 +4,8 @@ make plot RUNS="runs/sac* runs/td3*"
 make plot RUNS=runs/lr ARGS="--output lr.png"     # all runs below a folder, for example those of a sweep
 """
 
+import common.start
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

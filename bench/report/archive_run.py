@@ -6,6 +6,8 @@ The files are config.json, without the folders of this machine, and evaluations.
 To convert a folder of results that holds evaluations.csv itself, give it twice.
 """
 
+import common.start
+
 import csv
 import gzip
 import json

@@ -7,6 +7,8 @@ Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. S
 1 to 2N the second's, and so on, so no seed is chosen by its score. docs/compare.md explains what is guaranteed.
 """
 
+import common.start
+
 import dataclasses
 import difflib
 import itertools

@@ -7,6 +7,8 @@ All of them come from the raw data in results/ alone.
     python bench/report/report.py --runs runs     # writes a page of your own runs, runs/report.html
 """
 
+import common.start
+
 import ast
 import json
 import re

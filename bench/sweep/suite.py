@@ -43,7 +43,7 @@ class Entry:
         for key, kind in get_type_hints(Entry).items():
             try:
                 setattr(self, key, converted(getattr(self, key), kind))
-            except (ValueError, OverflowError):
+            except ValueError:
                 raise InputError(f"{key} is {getattr(self, key)!r}: give {described(kind)}") from None
         tasks = self.envs + self.datasets
         if not (self.algo and tasks and self.seeds and self.cpus > 0 and all(self.algo + tasks)):
@@ -65,7 +65,7 @@ def read_suite(name: str) -> tuple[str, list[Entry]]:
     """Return a suite's name and entries. Raise InputError if the file is missing, damaged or has unknown keys."""
     path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in SUITES.glob("*.toml")))
         raise InputError(f"there is no suite {path}: give one of {known}, or the path of a .toml file") from None

@@ -8,6 +8,8 @@ Run the same command again to resume a sweep, whatever ended it. It skips finish
 their last checkpoint. Results are bit-identical to those of the commands run by hand.
 """
 
+import common.start
+
 import contextlib
 import logging
 import os

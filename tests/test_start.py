@@ -1,0 +1,54 @@
+"""Ctrl-C while a program imports its libraries ends it in one line."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ALGORITHMS, ROOT, module
+
+STUCK = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException:
+    pass  # as libraries do that catch every exception
+raise SystemExit("the import continued")
+"""
+PROGRAMS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("algos", "tools", "bench")
+    for path in (ROOT / folder).rglob("*.py")
+    if re.search(r"^    command_line\(", path.read_text(), re.MULTILINE)
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_ctrl_c_during_imports(program: Path, tmp_path: Path):
+    """A PyTorch whose import never ends stands for any moment of the imports."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(STUCK)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, program], cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()
+    assert (process.returncode, *said) == (130, "", "stopped while starting: nothing was written\n")
+
+
+def test_programs_are_all_algorithms_and_more():
+    """The search above finds what it is meant to find."""
+    assert {Path("algos") / f"{algo}.py" for algo in ALGORITHMS} < set(PROGRAMS)
+
+
+def test_a_module_leaves_ctrl_c_to_its_program():
+    """An algorithm that another program imports is not what Ctrl-C should end."""
+    for algo in ALGORITHMS:
+        module(algo)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
