@@ -93,13 +93,16 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             ) from error
         if not isinstance(info, dict):
             raise InputError(f"{self._name} gave the info {info!r}, which is not a dict")
-        try:
-            number = float(reward)
-        except (TypeError, ValueError):
-            raise InputError(f"{self._name} gave a reward that is not a number, {reward!r}") from None
+        number = self._number("reward", reward)
         told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
         is_terminal = _is_true("termination", termination, str(self._name))
         return self._shaped(obs), number, is_terminal, _is_true("truncation", truncation, str(self._name)), told
+
+    def _number(self, key: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise InputError(f"{self._name} gave a {key} that is not a number, {str(value)!r}") from None
 
     def _shaped(self, obs: Any) -> Array:
         try:
@@ -129,7 +132,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
 
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return what evaluations read: `success`, and `return` if that is not the sum of the rewards."""
-        told = {"return": float(info["return"])} if "return" in info else {}
+        told = {"return": self._number("return", info["return"])} if "return" in info else {}
         for key in SUCCESS:
             if key in info:
                 return told | {"success": _is_true(key, info[key], str(self._name))}
@@ -228,7 +231,7 @@ def unwrapped(env_id: str, action_repeat: int = 1, **kwargs: Any) -> Env:
     try:
         # From its spec: for an id, Gymnasium warns that v4 is out of date. Published results use v4.
         env = gym.make(spec, disable_env_checker=True, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _require(env_id, error)
         reason = " ".join(f"{type(error).__name__} {error}".split())
         raise InputError(f"{env_id} does not start with {_versions()}: {reason}\n" + _cure(env_id, kwargs)) from error
@@ -352,7 +355,7 @@ def register_robotics(name: str) -> None:
             raise InputError(f"{name} needs gymnasium-robotics, which fails with {_versions()}: {error}") from error
 
 
-def _require(env_id: str, error: Exception) -> None:
+def _require(env_id: str, error: BaseException) -> None:
     """Raise InputError if the cause of `error` is that one of `PINS` is not installed."""
     for module, pin in PINS.items():
         if module.lower() in str(error).lower() and importlib.util.find_spec(module) is None:

@@ -102,6 +102,9 @@ gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
         (of({"success": math.nan}), InputError, "gave a success of nan, which is neither true nor false"),
         (of({"success": np.ones(2)}), InputError, r"gave a success of array\(\[1\., 1\.\]\), which is neither"),
         (of({"is_success": "yes"}), InputError, "gave a is_success of 'yes', which is neither"),
+        (of({"return": "much"}), InputError, "gave a return that is not a number, 'much'"),
+        (of({"return": 10**400}), InputError, "gave a return that is not a number, '1000"),
+        (of({"return": np.zeros((2, 2))}), InputError, "gave a return that is not a number, "),
         (of({"success": None}), InputError, "gave a success of None, which is neither"),
         (SystemExit(3), RunError, "failed in a step: SystemExit 3\n"),
         (
@@ -376,6 +379,10 @@ def refuse() -> None:
     raise AssertionError("no\nluck")
 
 
+def leave() -> None:
+    raise SystemExit(3)
+
+
 LARGEST = np.finfo(np.float32).max
 REFUSED = {
     "CartPole-v1": "continuous",
@@ -397,6 +404,7 @@ REFUSED = {
     "Graph-v0": "observations of Graph-v0",
     "Discrete-v0": "observations of Discrete-v0",
     "Fails-v0": "AssertionError no luck",
+    "Leaves-v0": "Leaves-v0 does not start .*SystemExit 3",
     f"{__name__}:Fails-v0": r"AssertionError no luck\nIts own code failed: correct its constructor\.$",
     "HalfCheetah-v3": r"v3 does not start[^\n]*\nDid you mean HalfCheetah-v5, HalfCheetah-v4(?!, HalfCheetah)",
 }
@@ -448,6 +456,7 @@ def test_refusals_take_two_lines_and_name_the_cure(env_id: str, monkeypatch: pyt
     for name, kwargs in odd.items():
         gym.register(f"{name}-v0", WithSpaces, kwargs=kwargs)
     gym.register("Fails-v0", refuse)
+    gym.register("Leaves-v0", leave)
     with pytest.raises(InputError, match=REFUSED[env_id]) as caught:
         make(env_id)
     assert len(str(caught.value).splitlines()) <= 2

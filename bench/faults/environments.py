@@ -28,6 +28,8 @@ STEPS: dict[str, Any] = {
     "reward text": (OBS, "1.0", False, False, {}),
     "reward None": (OBS, None, False, False, {}),
     "reward list": (OBS, [1.0, 2.0], False, False, {}),
+    "reward matrix": (OBS, np.zeros((2, 2)), False, False, {}),
+    "reward too large": (OBS, 10**400, False, False, {}),
     "reward complex": (OBS, 1j, False, False, {}),
     "obs short": (OBS[:2], 0.0, False, False, {}),
     "obs long": (np.zeros(4, np.float32), 0.0, False, False, {}),
@@ -63,6 +65,8 @@ SPACES: dict[str, Any] = {
 }  # fmt: skip
 OTHERS = ("process exits", "process is killed", "slow close", "close fails", "slow step", "no fault")
 HARMLESS = {"x: slow close", "x: slow step", "x: no fault"} | {f"spaces change: {name}" for name in SPACES}
+HARMLESS |= {f"observation space: {name}" for name in ("infinite Box", "integer Box", "equal bounds")}
+HARMLESS |= {"reset gives: info None"}  # a run does not read it
 
 
 class Faulty(gym.Env[Any, Any]):
