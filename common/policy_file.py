@@ -101,7 +101,7 @@ class KeptPolicies:
         mean = statistics.mean(returns)
         if self._best is None:
             before = mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
-            has_file = (self._folder / f"best{SUFFIX}").exists()
+            has_file = (self._folder / f"best{SUFFIX}").is_file()
             self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
         self._folder.mkdir(exist_ok=True)

@@ -128,7 +128,7 @@ def trajectories(source: str | Path, compat: bool = False, horizon: int | None =
     """
     path, entry = _locate(str(source))
     with _layout(path) as layout:
-        terminals = layout.column("terminals") != 0
+        terminals = layout.marks("terminals")
         # D4RL's own count starts at 1 in every episode but the first, so only the first has its full length.
         ends = terminals | _finals(layout, terminals, entry, horizon, (1, 1) if compat else (0, 0))
         ends[-1] |= not compat
@@ -213,6 +213,14 @@ class _Layout:
         values: Array = self.file[key][first:last]
         return values.reshape(-1)
 
+    def marks(self, key: str, first: int = 0, last: int | None = None) -> NDArray[np.bool_]:
+        """Return which rows are marked, by a number other than 0: [n]. Raises InputError if one is not finite."""
+        values = self.column(key, first, last)
+        if len(bad := np.flatnonzero(~np.isfinite(values))):
+            row = first + int(bad[0])
+            raise InputError(f"{self.path}: {key} of row {row:,} is {values[bad[0]]}: give 0 or 1")
+        return np.asarray(values != 0)
+
 
 def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, horizon: int | None) -> RawDataset:
     path, shape = layout.path, layout.shape
@@ -227,7 +235,7 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
     rewards = layout.column("rewards")
     # A kitchen episode ends when all four tasks are complete. Its files do not mark that; WSRL's fork of D4RL does.
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan
-    terminals = (layout.column("terminals") != 0) | (rewards == complete)
+    terminals = layout.marks("terminals") | (rewards == complete)
     finals = _finals(layout, terminals, entry, horizon, (1, 0) if compat else (0, 0))
     ends = terminals | finals  # of episodes, the file's last row included
     ends[-1] = True
@@ -282,7 +290,7 @@ def _block(layout: _Layout, first: int, last: int, next_known: bool, ends: Array
         obs = obs[: last - first]
         if ends is not None:
             next_obs[ends] = obs[ends]
-    rewards, terminations = layout.column("rewards", first, last), layout.column("terminals", first, last) != 0
+    rewards, terminations = layout.column("rewards", first, last), layout.marks("terminals", first, last)
     return TransitionBlock(obs, file["actions"][first:last], rewards, next_obs, terminations)
 
 
@@ -299,7 +307,7 @@ def _finals(
     if "timeouts" in layout.file:
         if horizon is not None:
             raise InputError(f"{layout.path} marks its time-outs itself (timeouts): leave --horizon out")
-        return np.asarray(layout.column("timeouts") != 0)
+        return layout.marks("timeouts")
     limit = horizon or (entry and entry.max_episode_steps)
     if not limit:
         raise InputError(

@@ -235,6 +235,8 @@ class TestBadFiles:
             ("rewards", np.zeros((10, 2)), "rewards has shape"),
             ("terminals", np.zeros(3, bool), "terminals has shape"),
             ("timeouts", np.zeros(11, bool), "timeouts has shape"),
+            ("terminals", np.array([0.0] * 7 + [np.nan, 0, 1]), "terminals of row 7 is nan: give 0 or 1"),
+            ("timeouts", np.array([0.0, -np.inf] + [1.0] * 8), "timeouts of row 1 is -inf: give 0 or 1"),
             ("next_observations", np.zeros((10, 3)), "different widths"),
             ("observations", np.full((10, 2), b"text"), "array of numbers"),
             ("actions", np.zeros((10, 1), complex), "array of numbers"),

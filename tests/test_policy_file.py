@@ -1,5 +1,6 @@
 """Policies as files: they act as their run did, hold no more than that needs, and survive kills."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,16 @@ def test_kills_change_no_policy(tmp_path: Path) -> None:
         assert all(torch.equal(one.tensors[key], other.tensors[key]) for key in one.tensors)
         assert (one.facts["step"], one.facts["return"]) == (other.facts["step"], other.facts["return"])
     assert not list((tmp_path / "killed" / "policy").glob("*.part"))
+
+
+def test_a_folder_in_the_place_of_the_best_policy_is_named(small: Callable[..., Any]) -> None:
+    """The run would end without a best policy."""
+    args = small(total_steps=400, eval_every=100)
+    folder = module("sac").train(args).folder
+    (folder / "policy" / "best.safetensors").unlink()
+    (folder / "policy" / "best.safetensors").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"best\.safetensors"):
+        module("sac").train(dataclasses.replace(args, total_steps=500))
 
 
 def test_without_evaluations_there_is_no_policy_file(small: Callable[..., Any]) -> None:
