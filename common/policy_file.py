@@ -96,12 +96,14 @@ class KeptPolicies:
         """Write the policy after its evaluation at `step`, which evaluations.csv has already. obs: [n, obs_dim].
 
         Of equal returns the first is the best. A run that was killed repeats its evaluations, and so these files.
+        Raises InputError if the best file of an earlier evaluation is damaged.
         """
         self._names = self._names or names_for_acting(agent, policy, obs)
         mean = statistics.mean(returns)
         if self._best is None:
             before = mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
-            has_file = (self._folder / f"best{SUFFIX}").is_file()
+            if has_file := (self._folder / f"best{SUFFIX}").is_file():
+                read_policy(self._folder / f"best{SUFFIX}")  # it stays if no later one is better: it must be whole
             self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
         self._folder.mkdir(exist_ok=True)

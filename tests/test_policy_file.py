@@ -93,6 +93,15 @@ def test_kills_change_no_policy(tmp_path: Path) -> None:
     assert not list((tmp_path / "killed" / "policy").glob("*.part"))
 
 
+def test_a_damaged_best_policy_is_named_by_a_resumed_run(small: Callable[..., Any]) -> None:
+    """The run would end with it, if no later policy is better."""
+    args = small(total_steps=400, eval_every=100)
+    path = module("sac").train(args).folder / "policy" / "best.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(InputError, match=r"best\.safetensors is damaged"):
+        module("sac").train(dataclasses.replace(args, total_steps=500))
+
+
 def test_a_folder_in_the_place_of_the_best_policy_is_named(small: Callable[..., Any]) -> None:
     """The run would end without a best policy."""
     args = small(total_steps=400, eval_every=100)
