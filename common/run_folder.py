@@ -20,6 +20,7 @@ from common import checkpoint
 from common.arguments import NonNegativeInt
 from common.errors import InputError, RunError
 from common.evaluate import Episode
+from common.messages import keep_errors
 from common.schema import Schema, require
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
@@ -221,6 +222,7 @@ class OwnFolder:
         with contextlib.suppress(OSError):
             if os.path.samestat(self._locked, os.stat(self._folder / LOCK)):  # what is locked keeps its inode
                 return
+        keep_errors(None)  # what is there now is not this run's
         raise RunError(
             f"{self._folder} is no longer the folder that this run locked: it was moved, deleted or replaced\n"
             "put it back, then run the same command again"

@@ -100,7 +100,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
 
     def _number(self, key: str, value: Any) -> float:
         try:
-            return float(value)
+            return float(value + 0.0)  # not text, which float() would take
         except (TypeError, ValueError, OverflowError):
             raise InputError(f"{self._name} gave a {key} that is not a number, {str(value)!r}") from None
 
@@ -170,7 +170,7 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         total, successes, name = 0.0, dict[str, bool](), str(self.spec and self.spec.id)
         for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
-            total += float(reward)
+            total += float(reward + 0.0)  # not text
             found = {key: _is_true(key, info[key], name) for key in SUCCESS if key in info}
             successes |= {key: value or successes.get(key, False) for key, value in found.items()}
             if _is_true("termination", termination, name) or _is_true("truncation", truncation, name):

@@ -144,6 +144,16 @@ def test_a_lack_of_memory_in_a_step(vectorizer: Any, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
+def test_text_is_no_reward() -> None:
+    """Not even that of a number, which float() would take."""
+    for repeat, kind in ((1, InputError), (2, RunError)):
+        env = make("Misbehaving-v0", returned=(of({})[0], "1.0", *of({})[2:]), action_repeat=repeat)
+        env.reset()
+        with pytest.raises(kind, match=r"gave a reward that is not a number, '1\.0'|failed in a step: TypeError"):  # noqa: PT012
+            for _ in range(30):
+                env.step(np.zeros(1, np.float32))
+
+
 def test_a_reset_without_info_is_refused() -> None:
     """As environments of Gym before 0.26 have it."""
     env = make("Odd-v0")
