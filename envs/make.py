@@ -170,7 +170,7 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         total, successes, name = 0.0, dict[str, bool](), str(self.spec and self.spec.id)
         for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
-            total += float(reward + 0.0)  # not text
+            total += float(reward + 0.0)  # type: ignore[operator]  # fails for text
             found = {key: _is_true(key, info[key], name) for key in SUCCESS if key in info}
             successes |= {key: value or successes.get(key, False) for key, value in found.items()}
             if _is_true("termination", termination, name) or _is_true("truncation", truncation, name):
