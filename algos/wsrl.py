@@ -39,7 +39,8 @@ from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, name_and_folder, returns_result
-from common.run_folder import run_config
+from common.run_folder import CONFIG, run_config
+from common.schema import require
 from common.seeding import generator
 from common.updater import Metrics
 from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
@@ -293,9 +294,12 @@ def with_networks(args: Args) -> Args:
     if args.init_from is None:
         return args
     _, own = name_and_folder("wsrl", args)  # for a resumed run, because the folder of --init-from may be gone
-    theirs = run_config(own if exists(own / "checkpoint" / "state.pt") else args.init_from)
+    folder = own if exists(own / "checkpoint" / "state.pt") else args.init_from
+    theirs = run_config(folder)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
+    form = {"hidden": [int], "critics": int}
+    require(theirs["arguments"], form, folder / CONFIG, "is damaged: give another --init-from")
     was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import InputError, diverged
-from common.schema import Schema
+from common.schema import Schema, mismatch
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _WITH_SHAPES = (*_STATEFUL, torch.Generator)  # they compare the shapes of their state themselves
@@ -72,6 +72,28 @@ def state_of(agent: object) -> dict[str, Any]:
     return state
 
 
+def schema_of(agent: object) -> Schema:
+    """Return the schema of what `state_of` returns. Which names there are, and shapes, are left to `restore`."""
+    is_schedule = {name: isinstance(value, torch.optim.lr_scheduler.LRScheduler) for name, value in vars(agent).items()}
+    return {f"{name}?": dict if is_schedule[name] else _schema_of(state) for name, state in state_of(agent).items()}
+
+
+def _schema_of(state: object, in_list: bool = False) -> Schema:
+    if isinstance(state, dict) and not isinstance(state, Counter):
+        numbered = [{int: _schema_of(value)} for key, value in state.items() if isinstance(key, int)]
+        parts = {key: _schema_of(value) for key, value in state.items()}
+        # An optimiser fills in a switch that an older group of parameters lacks, and no number.
+        named = {key if in_list and part is not object else f"{key}?": part for key, part in parts.items()}
+        return numbered[0] if numbered else named
+    if isinstance(state, tuple):
+        return tuple(map(_schema_of, state))
+    if isinstance(state, list):
+        return [_schema_of(state[0], in_list=True)] if state else list
+    if isinstance(state, int | float | Tensor) and not isinstance(state, bool):  # a learning rate is either
+        return Tensor if isinstance(state, Tensor) and state.ndim else Tensor | float
+    return np.ndarray if isinstance(state, np.ndarray) else object
+
+
 def _is_constant(value: object) -> bool:
     return all(map(_is_constant, value)) if isinstance(value, tuple) else isinstance(value, _CONSTANTS)
 
@@ -117,6 +139,8 @@ def restore(
         raise InputError(
             f"the checkpoint was made by other code: {sorted(expected ^ state.keys())} differ; {otherwise}"
         )
+    if wrong := mismatch(state, schema_of(agent)):
+        raise InputError(f"the checkpoint does not fit: {wrong}; {otherwise}")
     try:
         for name, value in vars(agent).items():
             found = np.shape(state[name]) if name in state and not isinstance(value, _WITH_SHAPES) else np.shape(value)

@@ -23,7 +23,7 @@ from common.acting import Agent
 from common.checkpoint import read_bytes, replacing, state_of
 from common.errors import InputError
 from common.evaluate import Act
-from common.run_folder import EVALUATIONS, POLICY_FOLDER, mean_by_step, read_evaluations
+from common.run_folder import EVALUATIONS, POLICY_FOLDER, TRAINED_FORM, mean_by_step, read_evaluations, require_trained
 
 SUFFIX = ".safetensors"
 FACTS = "onramp"  # the key of the facts in the file's metadata
@@ -121,13 +121,12 @@ def read_policy(path: Path) -> PolicyFile:
         facts = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][FACTS])
         if facts.pop(CHECKSUM, None) not in (None, _checksum(facts, data)):  # older files have none
             raise ValueError("its checksum differs")
-        kinds = {"algo": str, "arguments": dict, "step": int, "return": int | float}
-        if not all(isinstance(facts[name], kind) for name, kind in kinds.items()):
-            raise TypeError("a fact is of another kind")
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged, or not a policy of onramp: {type(error).__name__} {error}") from None
+    form = TRAINED_FORM | {"step": int, "return": float}
+    require_trained(facts, form, path, "is damaged, or not a policy of onramp: give another policy")
     if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point()):
         raise InputError(f"{path} holds weights that are not finite: give another policy")
     return PolicyFile(tensors, facts)

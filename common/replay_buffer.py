@@ -12,6 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from common.arguments import NonNegativeInt
 from common.checkpoint import RESTORE_OR_RESTART, Part, open_regular, read_bytes, sync
 from common.errors import InputError, RunError, require_finite
 from common.memory import free_memory
@@ -81,7 +82,7 @@ class ReplayBuffer(Part):
     that are added stay in memory and are never written to the file.
     """
 
-    form: ClassVar[Schema] = {"added": int, "widths": [int], "segments": [(int, int, int)]}
+    form: ClassVar[Schema] = {"added": NonNegativeInt, "widths": [int], "segments": [(NonNegativeInt,) * 3]}
     segment_rows = 100_000  # rows in one file of a checkpoint
 
     def __init__(
@@ -210,6 +211,11 @@ class ReplayBuffer(Part):
         row_bytes = 4 * sum(self.widths)
         self.added = self._saved = state["added"]
         self._segments = [_Segment(*segment) for segment in state["segments"]]
+        bounds = [number for segment in self._segments for number in (segment.first, segment.end)]
+        # The first may begin later than 0. Each of the others begins where the one before it ends.
+        ends, firsts = bounds[1::2] or [0], [*bounds[2::2], self.added]
+        if ends != firsts or (bounds or [0])[0] > max(0, self.added - self.capacity):
+            raise InputError(f"the state of {folder} does not fit its rows: {RESTORE_OR_RESTART}")
         for segment in self._segments:
             path = folder / segment.name
             data = b""

@@ -149,8 +149,6 @@ class Run:
             rollout.reset()
             self._evaluate()
             return
-        form = {"rollout": rollout.form} | {name: part.form for name, part in parts.items()}
-        require(saved, form, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
         checkpoint.restore(agent, saved["agent"])
         for name, part in parts.items():
             part.load(self._replay, saved[name])
@@ -174,12 +172,14 @@ class Run:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
         saved = None  # read before anything is changed: it may be unreadable
         with contextlib.suppress(FileNotFoundError):
-            saved = run_folder.read_state(self.folder)
+            saved = run_folder.read_state(self.folder, self._agent)
             if differ := saved.keys() ^ {"agent", "rollout", "logger", *self._parts}:
                 raise InputError(
                     f"{self.folder} has a checkpoint of another version ({', '.join(sorted(differ))} differ): "
                     "resume it with the commit in its config.json, or give another --run-dir"
                 )
+            form = {"rollout": self._rollout.form} | {name: part.form for name, part in self._parts.items()}
+            require(saved, form, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
         self.launch.is_resumed = saved is not None
         note = self.launch.prepare()
         self.config["versions"] |= self.launch.versions
@@ -204,8 +204,8 @@ class Run:
         log.info(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
             log.info("note: the updates of its last step were made one action earlier than in a run of the new length")
-        before = self._made_by()["versions"]
-        if before != self.config["versions"]:
+        before = self._made_by().get("versions")
+        if before and before != self.config["versions"]:
             changed = [name for name, version in self.config["versions"].items() if before.get(name) != version]
             log.warning(f"{', '.join(changed)} changed since the run began: its results may differ")
         return saved

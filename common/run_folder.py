@@ -17,7 +17,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from common import checkpoint
-from common.arguments import NonNegativeInt
+from common.arguments import NonNegativeInt, json_object
 from common.errors import InputError, RunError
 from common.evaluate import Episode
 from common.messages import keep_errors
@@ -32,9 +32,18 @@ RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
 POLICY_FOLDER = "policy"  # folder of best.safetensors and last.safetensors
 # The forms of config.json and of a checkpoint. A part's own form is at its class.
-CONFIG_FORM: Schema = {
-    "algo": str, "arguments": {str: object}, "versions?": {str: str | None}, "commit?": str | None,
-    "hardware?": {str: object}, "form?": str, "own?": str,
+# Of the arguments, those are here that a program reads without the algorithm's `Args`, which check themselves.
+TRAINED_FORM: Schema = {
+    "algo": str,
+    "arguments": {
+        str: object, "env?": str, "env_kwargs?": str, "time_limit?": int | None, "action_repeat?": int | None,
+        "seed?": int, "dataset?": str | None, "init_from?": str | None, "device?": str, "total_steps?": int,
+        "offline_steps?": int, "online_steps?": int,
+    },
+}  # fmt: skip
+CONFIG_FORM: Schema = TRAINED_FORM | {
+    "versions?": {str: str | None}, "commit?": str | None, "hardware?": {"gpu?": str | None}, "form?": str,
+    "own?": str,
 }  # fmt: skip
 STATE_FORM: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
@@ -53,10 +62,14 @@ def has_checkpoint(folder: Path) -> bool:
     return checkpoint.exists(state_path(folder))
 
 
-def read_state(folder: Path, form: Schema = STATE_FORM) -> dict[str, Any]:
-    """Return the last checkpoint. Raises InputError if it does not have this form, FileNotFoundError if absent."""
+def read_state(folder: Path, agent: object = None) -> dict[str, Any]:
+    """Return the last checkpoint. Raises InputError if it has another form, FileNotFoundError if absent.
+
+    If the `agent` is given that it is for, the agent's part is compared with that agent's state.
+    """
     path = state_path(folder)
     state = checkpoint.load(path)
+    form = STATE_FORM if agent is None else STATE_FORM | {"agent": checkpoint.schema_of(agent)}
     require(state, form, path, f"is damaged, or of another version: {checkpoint.RESTORE_OR_RESTART}")
     return state
 
@@ -127,8 +140,15 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
             raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} {otherwise}") from None
-    require(config, CONFIG_FORM, path, otherwise)
+    require_trained(config, CONFIG_FORM, path, otherwise)
     return config
+
+
+def require_trained(config: dict[str, Any], form: Schema, path: Path, otherwise: str) -> None:
+    """Raise InputError if what was read does not have this form, or if its environment's arguments are not a dict."""
+    require(config, form, path, otherwise)
+    if "env_kwargs" in config["arguments"]:
+        json_object(f"{path}: arguments.env_kwargs", config["arguments"]["env_kwargs"])
 
 
 def config_text(config: dict[str, Any]) -> str:
@@ -151,7 +171,11 @@ def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:
 def task_name(arguments: dict[str, Any]) -> str:
     """Return a run's environment or dataset as the names of folders and policies have it."""
     dataset = Path(arguments.get("dataset") or "")
-    task = dataset.stem if dataset.suffix in DATASET_FILES else arguments.get("dataset") or arguments["env"]
+    task = (
+        dataset.stem
+        if dataset.suffix in DATASET_FILES
+        else arguments.get("dataset") or arguments.get("env") or "unknown"
+    )
     return re.sub("[^A-Za-z0-9_.-]+", "_", task)
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from common.arguments import NonNegativeInt
 from common.checkpoint import Part
 from common.schema import Schema
 from common.timings import Timings
@@ -20,7 +21,7 @@ class Updater(Part):
     step. A checkpoint holds the pending updates, so their number and order do not depend on where a run stops.
     """
 
-    form: ClassVar[Schema] = {"pending": [{str: object}], "count": int}
+    form: ClassVar[Schema] = {"pending": [{str: object}], "count": NonNegativeInt}
 
     def __init__(self, function: Callable[..., Metrics], should_defer: Callable[[], bool], timings: Timings) -> None:
         self._function, self._should_defer, self._timings = function, should_defer, timings

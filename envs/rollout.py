@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from common.acting import uniform_actions
 from common.arguments import RunArgs
-from common.checkpoint import Part
-from common.errors import require_finite
+from common.checkpoint import RESTORE_OR_RESTART, Part
+from common.errors import InputError, require_finite
 from common.evaluate import Act, Episode, evaluate
 from common.schema import Schema
 from common.seeding import seeds
@@ -136,7 +136,12 @@ class Rollout(Part):
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Restore what `save` returned. `exact` [num_envs] is False for environments that start a new episode."""
-        self.obs, self.exact = set_states(self.envs, state["envs"])
+        try:
+            if not len(state["returns"]) == len(state["lengths"]) == self.envs.num_envs:
+                raise InputError("The returns or lengths are not those of each environment.")
+            self.obs, self.exact = set_states(self.envs, state["envs"])
+        except InputError as error:
+            raise InputError(f"{folder.parent} does not fit the environment: {RESTORE_OR_RESTART}\n{error}") from None
         self.steps = state["steps"]
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
         self._finished = [(return_, length) for return_, length in state["finished"]]

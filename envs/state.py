@@ -69,7 +69,7 @@ def _set_generators(env: Env, states: dict[str, str]) -> None:
                 generator = np.random.Generator(kind())
                 setattr(owners[owner], name, generator)
             generator.bit_generator.state = state  # in place: two environments may share one generator
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise InputError(
                 f"The saved random generator {path} does not fit this environment: it is the state of another one."
             ) from None

@@ -264,7 +264,7 @@ class OfflineToOnline(checkpoint.Part):
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
             return
-        config, saved = run_config(folder), read_state(folder)
+        config, saved = run_config(folder), read_state(folder, agent)
         algo, was, theirs, own = config["algo"], config["arguments"], saved["agent"], self.dataset.rewards
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
@@ -287,7 +287,7 @@ class OfflineToOnline(checkpoint.Part):
         if algo in from_algos:
             theirs = {name: theirs.get(name, state) for name, state in state_now.items()}
         if only:
-            theirs = state_now | {name: theirs[name] for name in only if name in state_now}
+            theirs = state_now | {name: theirs.get(name, {}) for name in only if name in state_now}
         for name, state in state_now.items():  # settings, counters and noise remain this run's
             kind = vars(agent)[name]
             if isinstance(kind, torch.Generator | int | float | torch.optim.lr_scheduler.LRScheduler):

@@ -1,6 +1,7 @@
 """What is read from a file has the form that was written, or is refused by the name of the entry that differs."""
 
 import functools
+import json
 import operator
 import re
 from pathlib import Path
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import arguments_of, module
+from safetensors.torch import save_file
 
 from common import checkpoint
 from common.arguments import NonNegativeInt
 from common.errors import InputError
+from common.policy_file import read_policy
 from common.schema import mismatch
+from tools.policies import read_trained
 
 MISSING = object()
 
@@ -51,8 +55,10 @@ SMALL = {"total_steps": 120, "eval_every": 1_000, "eval_episodes": 1, "checkpoin
 WRONG: tuple[Any, ...] = ("x", None, [[1]], {"x": {}}, 1.5, torch.ones(2), np.ones((3, 1, 2)))
 PLACES = {
     "sac": [
-        "agent", "agent.actor", "agent.critic_optimizer", "agent.generator", "agent.log_alpha", "rollout",
-        "rollout.envs", "rollout.envs.0", "rollout.steps", "rollout.returns", "rollout.lengths", "rollout.finished",
+        "agent", "agent.actor", "agent.critic_optimizer", "agent.generator", "agent.log_alpha", "agent.gamma",
+        "agent.critic_optimizer.param_groups.0.betas", "agent.critic_optimizer.state.0.exp_avg", "rollout",
+        "rollout.envs", "rollout.envs.0", "rollout.envs.0.obs", "rollout.steps",
+        "rollout.returns", "rollout.lengths", "rollout.finished",
         "logger", "logger.sizes", "logger.step", "logger.checksums", "buffer", "buffer.added", "buffer.widths",
         "buffer.segments", "buffer.segments.0", "update", "update.count", "update.pending",
     ],
@@ -87,6 +93,85 @@ def test_a_checkpoint_of_another_form_is_refused(algo: str, tmp_path: Path):
     checkpoint.save(path, whole)
     module(algo).train(args)
     assert (args.run_dir / "DONE").exists()
+
+
+SHIFTED: dict[str, Any] = {
+    "buffer.added": 1_000_000, "buffer.segments": [], "buffer.segments.0.1": 1, "rollout.returns": [0.0, 0.0],
+    "rollout.lengths": [], "update.count": -1, "logger.sizes": {"metrics.csv": -5},
+}  # fmt: skip
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Any:
+    """The arguments of a run that reached its last checkpoint, and not DONE."""
+    args = module("sac").Args(**arguments_of("sac", SMALL | {"run_dir": tmp_path / "run"}))
+    module("sac").train(args)
+    (args.run_dir / "DONE").unlink()
+    return args
+
+
+def test_numbers_of_a_checkpoint_that_cannot_be_are_refused(stopped: Any):
+    """Of the right kind, but not those of this run. Before, the buffer sampled rows of zeros without a word."""
+    path = stopped.run_dir / "checkpoint" / "state.pt"
+    whole = checkpoint.load(path)
+    for place, wrong in SHIFTED.items():
+        *way, last = (int(key) if key.isdecimal() else key for key in place.split("."))
+        state = copied(whole)
+        functools.reduce(operator.getitem, way, state)[last] = wrong
+        checkpoint.save(path, state)
+        assert "--run-dir" in refusal(stopped, "sac"), place
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("env", 3), ("env", ["a"]), ("env_kwargs", "{"), ("env_kwargs", 3), ("time_limit", "x"), ("seed", "x"),
+        ("seed", MISSING), ("total_steps", "many"), ("total_steps", None),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused(stopped: Any, name: str, wrong: Any):
+    """Of a run that resumes, and of what is read as a policy: a run's folder, or a policy file."""
+    folder = stopped.run_dir
+    config = json.loads((folder / "config.json").read_text())
+    del config["own"]
+    policy = read_policy(folder / "policy" / "last.safetensors")
+    for arguments in (config["arguments"], policy.facts["arguments"]):
+        arguments[name] = wrong
+        if wrong is MISSING:
+            del arguments[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(policy.tensors, folder / "other.safetensors", {"onramp": json.dumps(policy.facts)})
+    if wrong is not MISSING:  # a flag that is newer than the run has its default
+        assert "config.json" in refusal(stopped, "sac")
+    for source in (folder, folder / "other.safetensors"):
+        with pytest.raises(InputError, match=rf"(?s){source}.*{name}"):
+            read_trained(source)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"versions": ["1"]}, "versions is a list"), ({"hardware": None}, "hardware is null"),
+        ({"hardware": {"gpu": 3}}, "hardware.gpu is a whole number"), ({"form": {}}, "form is a dict"),
+    ],
+)  # fmt: skip
+def test_facts_of_another_kind_are_refused(stopped: Any, facts: dict[str, Any], reason: str):
+    path = stopped.run_dir / "config.json"
+    config = json.loads(path.read_text()) | facts
+    del config["own"]
+    path.write_text(json.dumps(config))
+    assert reason in refusal(stopped, "sac")
+
+
+def test_a_run_without_versions_and_hardware_resumes(stopped: Any):
+    """They are then unknown, as in a run of other code: no result depends on them."""
+    path = stopped.run_dir / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("own", "versions", "hardware", "commit"):
+        del config[name]
+    path.write_text(json.dumps(config))
+    assert not refusal(stopped, "sac")
+    assert (stopped.run_dir / "DONE").exists()
 
 
 def refusal(args: Any, algo: str) -> str:

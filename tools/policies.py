@@ -23,6 +23,7 @@ from common.errors import InputError
 from common.messages import log
 from common.policy_file import SUFFIX, load_into, read_policy
 from common.run_folder import CONFIG, has_checkpoint, read_config, read_state, state_path, task_name
+from common.schema import require
 from envs.d4rl import PointMaze
 from envs.settings import settings_in
 from offline.environments import environment_of
@@ -56,6 +57,9 @@ class Trained:
     facts: dict[str, Any]
     state: dict[str, Any]
     """The last checkpoint of a run folder, or the tensors of a policy file."""
+
+    def __post_init__(self) -> None:
+        require(self.arguments, {"seed": int}, self.path, "does not name its seed: give another run or policy")
 
     def environment(self, env: str | None = None, env_kwargs: str = "{}") -> tuple[str, dict[str, Any]]:
         """Return `env`, by default the id that it was trained on, and the arguments of `envs.make.make`.

@@ -44,7 +44,7 @@ class OwnRun:
     def task(self) -> str:
         """The dataset, or the environment of a run without one."""
         arguments = self.config["arguments"]
-        return Path(arguments.get("dataset") or arguments["env"]).name
+        return Path(arguments.get("dataset") or arguments.get("env") or "unknown").name
 
     @property
     def returns(self) -> Curve:

@@ -98,7 +98,7 @@ def kept_runs(folder: Path) -> Iterator[Kept]:
             rows = read_evaluations(where / KEPT_EVALUATIONS)
         except ValueError as error:
             raise InputError(f"{where / KEPT_EVALUATIONS} is damaged ({error}): restore it from a copy") from None
-        yield Kept(algo, task, seed, json.loads(config.read_text()), rows)
+        yield Kept(algo, task, seed, read_config(where, "is damaged: restore it from a copy"), rows)
 
 
 @dataclass(frozen=True)
