@@ -18,7 +18,7 @@ from common.arguments import NonNegativeInt
 from common.errors import InputError
 from common.policy_file import read_policy
 from common.schema import mismatch
-from tools.policies import read_trained
+from tools.policies import load_agent, read_trained
 
 MISSING = object()
 
@@ -120,6 +120,24 @@ def test_numbers_of_a_checkpoint_that_cannot_be_are_refused(stopped: Any):
         functools.reduce(operator.getitem, way, state)[last] = wrong
         checkpoint.save(path, state)
         assert "--run-dir" in refusal(stopped, "sac"), place
+
+
+def test_an_optimiser_of_another_form_is_named(stopped: Any):
+    """Before the logs are cut back to the checkpoint, and by programs that read the run as a policy."""
+    path = stopped.run_dir / "checkpoint" / "state.pt"
+    state = checkpoint.load(path)
+    state["agent"]["critic_optimizer"]["param_groups"][0]["betas"] = "x"
+    checkpoint.save(path, state)
+    said = "agent.critic_optimizer.param_groups.0.betas is text, and must be a list of 2"
+    with (stopped.run_dir / "metrics.csv").open("a") as file:
+        file.write("a row after the checkpoint")
+    before = (stopped.run_dir / "metrics.csv").read_bytes()
+    first, second = refusal(stopped, "sac").splitlines()
+    assert first.startswith(f"{path} is damaged")
+    assert second == said
+    assert (stopped.run_dir / "metrics.csv").read_bytes() == before
+    with pytest.raises(InputError, match=said.removeprefix("agent.")):
+        load_agent(read_trained(stopped.run_dir), 3, 1, 0)
 
 
 @pytest.mark.parametrize(
