@@ -143,7 +143,7 @@ class Rollout(Part):
         except InputError as error:
             raise InputError(f"{folder.parent} does not fit the environment: {RESTORE_OR_RESTART}\n{error}") from None
         self.steps = state["steps"]
-        self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
+        self._returns[:], self._lengths[:] = state["returns"], state["lengths"]
         self._finished = [(return_, length) for return_, length in state["finished"]]
         self.discard_unfinished_episodes(self.exact)
 
