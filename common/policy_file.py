@@ -23,11 +23,18 @@ from common.acting import Agent
 from common.checkpoint import read_bytes, replacing, state_of
 from common.errors import InputError
 from common.evaluate import Act
-from common.run_folder import EVALUATIONS, POLICY_FOLDER, TRAINED_FORM, mean_by_step, read_evaluations, require_trained
+from common.run_folder import (
+    CHECKSUM,
+    EVALUATIONS,
+    POLICY_FOLDER,
+    TRAINED_FORM,
+    mean_by_step,
+    read_evaluations,
+    require_trained,
+)
 
 SUFFIX = ".safetensors"
 FACTS = "onramp"  # the key of the facts in the file's metadata
-CHECKSUM = "crc32"  # the key of the checksum among the facts
 
 
 class PolicyFile(NamedTuple):

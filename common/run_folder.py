@@ -25,8 +25,20 @@ from common.schema import Schema, require
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
 COLUMNS = ("step", "episode", "return", "length", "success", "normalized_score")  # of EVALUATIONS, one row per episode
+CHECKSUM = "crc32"  # the key of a file's own checksum, in config.json, DONE and the facts of a policy
 # "configuration" and "threads" are those of archived runs of other programs. With other keys it is no run's.
-CONFIG_KEYS = {"algo", "arguments", "versions", "commit", "hardware", "form", "time", "own", "configuration", "threads"}
+CONFIG_KEYS = {
+    "algo",
+    "arguments",
+    "versions",
+    "commit",
+    "hardware",
+    "form",
+    "time",
+    CHECKSUM,
+    "configuration",
+    "threads",
+}
 LOCK = ".lock"
 RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
@@ -43,7 +55,6 @@ TRAINED_FORM: Schema = {
 }  # fmt: skip
 CONFIG_FORM: Schema = TRAINED_FORM | {
     "versions?": {str: str | None}, "commit?": str | None, "hardware?": {"gpu?": str | None}, "form?": str,
-    "own?": str,
 }  # fmt: skip
 STATE_FORM: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
@@ -97,7 +108,7 @@ def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
     """Write DONE, with the run's last step and the checksums of its logs, of config.json and of DONE itself."""
     facts = {"step": step, "checksums": checksums | {CONFIG: checksum(folder / CONFIG)}}
     with checkpoint.replacing(folder / DONE) as file:
-        file.write(json.dumps(facts | {"own": _own_checksum(facts)}).encode())
+        file.write(json.dumps(facts | {CHECKSUM: _own_checksum(facts)}).encode())
 
 
 def _own_checksum(facts: dict[str, Any]) -> str:
@@ -115,7 +126,7 @@ def require_unchanged(folder: Path) -> None:
         return
     try:
         facts = json.loads(checkpoint.read_bytes(path) or "{}")
-        own = facts.pop("own", None)
+        own = facts.pop(CHECKSUM, None)
         if not facts.keys() <= {"step", "checksums"} or own not in (None, _own_checksum(facts)):
             raise ValueError
         wanted = facts.get("checksums", {})
@@ -136,7 +147,7 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(checkpoint.read_bytes(path))
         if not config.keys() <= CONFIG_KEYS:
             raise ValueError
-        if config.pop("own", None) not in (None, _own_checksum(config)):  # older runs have none
+        if config.pop(CHECKSUM, None) not in (None, _own_checksum(config)):  # older runs have none
             raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} {otherwise}") from None
@@ -153,7 +164,7 @@ def require_trained(config: dict[str, Any], form: Schema, path: Path, otherwise:
 
 def config_text(config: dict[str, Any]) -> str:
     """Return the text of config.json, which ends with its own checksum."""
-    return json.dumps(config | {"own": _own_checksum(config)}, indent=2)
+    return json.dumps(config | {CHECKSUM: _own_checksum(config)}, indent=2)
 
 
 def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from common.errors import InputError, RunError, Stopped, require_finite_actions
 from common.messages import log
 from common.seeding import seeds
 from envs import ogbench
+from envs.returned import is_true, number, reason
 from envs.state import Env, ExactState
 from envs.vector import Array, AsyncEnvs, EnvPool
 
@@ -55,7 +56,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
     def __init__(self, env: Env, all_infos: bool = False, name: str = "") -> None:
         RecordConstructorArgs.__init__(self, all_infos=all_infos, name=name)
         gym.Wrapper.__init__(self, env)
-        self._all_infos, self._name = all_infos, name or (env.spec and env.spec.id)
+        self._all_infos, self._name = all_infos, str(name or (env.spec and env.spec.id))
         self._has_begun = False  # whether an episode has started
         self._dtype, self._shape = env.action_space.dtype, env.observation_space.shape
         self.action_space = Box(-1.0, 1.0, env.action_space.shape, np.float32)
@@ -67,14 +68,14 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         except (InputError, RunError, MemoryError, Stopped):
             raise
         except (Exception, SystemExit) as error:
-            reason = _reason(error)
+            why = reason(error)
             if self._has_begun:
                 raise RunError(
-                    f"{self._name} cannot start another episode: {reason}\n"
+                    f"{self._name} cannot start another episode: {why}\n"
                     "Correct its reset, then run the same command to resume from the last checkpoint."
                 ) from error
             raise InputError(
-                f"{self._name} is created but cannot start an episode: {reason}\n"
+                f"{self._name} is created but cannot start an episode: {why}\n"
                 "Check that its files exist, that its package fits MuJoCo, and that its reset returns obs and info."
             ) from error
         shaped, self._has_begun = self._shaped(obs), True
@@ -88,21 +89,14 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             raise
         except (Exception, SystemExit) as error:
             raise RunError(
-                f"{self._name} failed in a step: {_reason(error)}\n"
+                f"{self._name} failed in a step: {reason(error)}\n"
                 "Correct it, then run the same command to resume from the last checkpoint."
             ) from error
         if not isinstance(info, dict):
             raise InputError(f"{self._name} gave the info {info!r}, which is not a dict")
-        number = self._number("reward", reward)
         told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
-        is_terminal = _is_true("termination", termination, str(self._name))
-        return self._shaped(obs), number, is_terminal, _is_true("truncation", truncation, str(self._name)), told
-
-    def _number(self, key: str, value: Any) -> float:
-        try:
-            return float(value + 0.0)  # not text, which float() would take
-        except (TypeError, ValueError, OverflowError):
-            raise InputError(f"{self._name} gave a {key} that is not a number, {str(value)!r}") from None
+        ends = is_true("termination", termination, self._name), is_true("truncation", truncation, self._name)
+        return self._shaped(obs), number("reward", reward, self._name), *ends, told
 
     def _shaped(self, obs: Any) -> Array:
         try:
@@ -132,27 +126,13 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
 
     def _told(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return what evaluations read: `success`, and `return` if that is not the sum of the rewards."""
-        told = {"return": self._number("return", info["return"])} if "return" in info else {}
+        told = {"return": number("return", info["return"], self._name)} if "return" in info else {}
         for key in SUCCESS:
             if key in info:
-                return told | {"success": _is_true(key, info[key], str(self._name))}
+                return told | {"success": is_true(key, info[key], self._name)}
         if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
             told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
         return told
-
-
-def _is_true(key: str, value: Any, name: str) -> bool:
-    """Return an environment's success or end as a bool. Raises InputError for what is neither true nor false."""
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf" or np.isnan(value):
-        text = " ".join(repr(value).split())[:100]
-        raise InputError(f"{name} gave a {key} of {text}, which is neither true nor false")
-    return bool(value)
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__} {error}".split())[:300]
 
 
 class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
@@ -170,10 +150,10 @@ class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         total, successes, name = 0.0, dict[str, bool](), str(self.spec and self.spec.id)
         for _ in range(self.action_repeat):
             obs, reward, termination, truncation, info = self.env.step(action)
-            total += float(reward + 0.0)  # type: ignore[operator]  # fails for text
-            found = {key: _is_true(key, info[key], name) for key in SUCCESS if key in info}
+            total += number("reward", reward, name)
+            found = {key: is_true(key, info[key], name) for key in SUCCESS if key in info}
             successes |= {key: value or successes.get(key, False) for key, value in found.items()}
-            if _is_true("termination", termination, name) or _is_true("truncation", truncation, name):
+            if is_true("termination", termination, name) or is_true("truncation", truncation, name):
                 break
         return obs, total, termination, truncation, info | successes
 
@@ -233,8 +213,9 @@ def unwrapped(env_id: str, action_repeat: int = 1, **kwargs: Any) -> Env:
         env = gym.make(spec, disable_env_checker=True, **kwargs)
     except (Exception, SystemExit) as error:
         _require(env_id, error)
-        reason = " ".join(f"{type(error).__name__} {error}".split())
-        raise InputError(f"{env_id} does not start with {_versions()}: {reason}\n" + _cure(env_id, kwargs)) from error
+        raise InputError(
+            f"{env_id} does not start with {_versions()}: {reason(error)}\n" + _cure(env_id, kwargs)
+        ) from error
     _check_spaces(env, env_id)
     return ActionRepeat(env, action_repeat) if action_repeat > 1 else env
 

@@ -103,7 +103,7 @@ gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
         (of({"success": np.ones(2)}), InputError, r"gave a success of array\(\[1\., 1\.\]\), which is neither"),
         (of({"is_success": "yes"}), InputError, "gave a is_success of 'yes', which is neither"),
         (of({"return": "much"}), InputError, "gave a return that is not a number, 'much'"),
-        (of({"return": 10**400}), InputError, "gave a return that is not a number, '1000"),
+        (of({"return": 10**400}), InputError, "gave a return that is not a number, 1000"),
         (of({"return": np.zeros((2, 2))}), InputError, "gave a return that is not a number, "),
         (of({"success": None}), InputError, "gave a success of None, which is neither"),
         (SystemExit(3), RunError, "failed in a step: SystemExit 3\n"),
@@ -112,6 +112,7 @@ gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
             InputError,
             r"gave a termination of array\(\[False, False\]\), which",
         ),
+        ((of({})[0], "1.0", *of({})[2:]), InputError, r"gave a reward that is not a number, '1\.0'"),
         ((*of({})[:3], None, {}), InputError, "gave a truncation of None, which is neither true nor false"),
         (("text", *of({})[1:]), InputError, "gave an observation that is not a vector of numbers, 'text'"),
     ],
@@ -137,21 +138,12 @@ def test_a_lack_of_memory_in_a_step(vectorizer: Any, capfd: pytest.CaptureFixtur
     """It is no fault of the environment, and without a traceback too."""
     envs = make_vector("Misbehaving-v0", 2, 0, vectorizer=vectorizer, returned=MemoryError())
     envs.reset()
-    with pytest.raises(MemoryError):  # noqa: PT012
-        for _ in range(30):
-            envs.step(np.zeros((2, 1), np.float32))
+    for _ in range(29):
+        envs.step(np.zeros((2, 1), np.float32))
+    with pytest.raises(MemoryError):
+        envs.step(np.zeros((2, 1), np.float32))
     envs.close()
     assert capfd.readouterr().err == ""
-
-
-def test_text_is_no_reward() -> None:
-    """Not even that of a number, which float() would take."""
-    for repeat, kind in ((1, InputError), (2, RunError)):
-        env = make("Misbehaving-v0", returned=(of({})[0], "1.0", *of({})[2:]), action_repeat=repeat)
-        env.reset()
-        with pytest.raises(kind, match=r"gave a reward that is not a number, '1\.0'|failed in a step: TypeError"):  # noqa: PT012
-            for _ in range(30):
-                env.step(np.zeros(1, np.float32))
 
 
 def test_a_reset_without_info_is_refused() -> None:

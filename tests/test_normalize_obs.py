@@ -171,7 +171,7 @@ def test_a_run_from_before_the_flag_resumes(small: Callable[..., Any]) -> None:
     args = small(total_steps=100)
     module("sac").train(args)
     config = json.loads((args.run_dir / "config.json").read_text())
-    del config["arguments"]["normalize_obs"], config["own"]
+    del config["arguments"]["normalize_obs"], config["crc32"]
     (args.run_dir / "config.json").write_text(json.dumps(config))
     (args.run_dir / "DONE").write_text("{}")
     assert "obs_normalizer" not in final_state(args.run_dir)["agent"]

@@ -303,7 +303,7 @@ def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPat
     module("sac").train(small(device="cpu"))
     text = path.read_text().replace('"gpu": null', '"gpu": "a card"').replace('"cpu",', '"auto",')
     config = json.loads(text)
-    del config["own"]  # the checksum, which would refuse the change
+    del config["crc32"]  # the checksum, which would refuse the change
     path.write_text(json.dumps(config))
     (path.parent / "DONE").write_text("{}")
     with pytest.raises(InputError, match=r"device \(cuda there, cpu here\)"):
@@ -325,7 +325,7 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     module("sac").train(small())
     path = small().run_dir / "config.json"
     config = json.loads(path.read_text())
-    del config["arguments"]["vectorizer"], config["own"]
+    del config["arguments"]["vectorizer"], config["crc32"]
     path.write_text(json.dumps(config))
     (path.parent / "DONE").write_text("{}")
     with pytest.raises(InputError, match="vectorizer \\(sync there, async here\\)"):
@@ -338,7 +338,7 @@ def test_a_list_newer_than_the_run_counts_as_its_default_too(small):
     module("td3").train(small("td3", hidden=(256, 256), total_steps=2))
     path = small().run_dir / "config.json"
     config = json.loads(path.read_text())
-    del config["arguments"]["hidden"], config["own"]
+    del config["arguments"]["hidden"], config["crc32"]
     path.write_text(json.dumps(config))
     (path.parent / "DONE").write_text("{}")
     assert module("td3").train(small("td3", hidden=(256, 256), total_steps=2)).step == 2

@@ -151,7 +151,7 @@ def test_arguments_of_another_kind_are_refused(stopped: Any, name: str, wrong: A
     """Of a run that resumes, and of what is read as a policy: a run's folder, or a policy file."""
     folder = stopped.run_dir
     config = json.loads((folder / "config.json").read_text())
-    del config["own"]
+    del config["crc32"]
     policy = read_policy(folder / "policy" / "last.safetensors")
     for arguments in (config["arguments"], policy.facts["arguments"]):
         arguments[name] = wrong
@@ -176,7 +176,7 @@ def test_arguments_of_another_kind_are_refused(stopped: Any, name: str, wrong: A
 def test_facts_of_another_kind_are_refused(stopped: Any, facts: dict[str, Any], reason: str):
     path = stopped.run_dir / "config.json"
     config = json.loads(path.read_text()) | facts
-    del config["own"]
+    del config["crc32"]
     path.write_text(json.dumps(config))
     assert reason in refusal(stopped, "sac")
 
@@ -185,7 +185,7 @@ def test_a_run_without_versions_and_hardware_resumes(stopped: Any):
     """They are then unknown, as in a run of other code: no result depends on them."""
     path = stopped.run_dir / "config.json"
     config = json.loads(path.read_text())
-    for name in ("own", "versions", "hardware", "commit"):
+    for name in ("crc32", "versions", "hardware", "commit"):
         del config[name]
     path.write_text(json.dumps(config))
     assert not refusal(stopped, "sac")

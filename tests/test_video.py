@@ -192,7 +192,7 @@ def test_the_module_that_a_run_names_is_imported(
     )
     config = run / "config.json"
     changed = json.loads(config.read_text().replace("Drawn-v0", "drawn_here:DrawnHere-v0"))
-    del changed["own"]  # the checksum, which would refuse the change
+    del changed["crc32"]  # the checksum, which would refuse the change
     config.write_text(json.dumps(changed))
     watch(Args(run))
     assert len(film.frames) == 6

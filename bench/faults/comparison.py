@@ -43,7 +43,7 @@ def _content(path: Path) -> Any:
     if path.name == DONE:
         done = json.loads(path.read_text())
         timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
-        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, "own": None}
+        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, "crc32": None}
     if path.name.startswith("events"):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
         values = [[(v.tag, v.simple_value) for v in each.summary.value if v.tag[:5] != "time/"] for each in events]

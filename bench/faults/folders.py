@@ -24,7 +24,7 @@ from bench.faults.runs import (
     train,
 )
 from bench.report import archive_run
-from common.run_folder import DONE, LOCK
+from common.run_folder import DONE, LOCK, METRICS
 from tools import evaluate
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -104,10 +104,10 @@ def _mutated(
         changed = (file, other) if mutation == "swap" else (file,)
         finished = made.parent.name.startswith(f"{algo}-whole")
         unread = tuple(each for each in changed if finished and each.startswith(UNREAD))
-        if mutation == "empty":  # an empty DONE is that of an older run: nothing is compared
+        if (file, mutation) == (DONE, "empty"):  # it is that of an older run: nothing is compared
             unread += (DONE,)
-        if mutation == "delete" and finished:  # what is absent is not missed
-            unread += changed
+        if mutation == "delete" and finished and file.startswith((METRICS, "events")):  # what is absent is not missed
+            unread += (file,)
         return compared(found, run, base(algo, "whole") / "run", unread)
     if reader == "more":
         longer = more_steps(algo)
