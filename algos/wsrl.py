@@ -298,8 +298,8 @@ def with_networks(args: Args) -> Args:
     theirs = run_config(folder)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
-    form = {"hidden": [int], "critics": int}
-    require(theirs["arguments"], form, folder / CONFIG, "is damaged: give another --init-from")
+    schema = {"hidden": [int], "critics": int}
+    require(theirs["arguments"], schema, folder / CONFIG, "is damaged: restore it from a copy")
     was: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs["arguments"].items()}
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was

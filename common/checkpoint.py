@@ -21,7 +21,6 @@ from common.errors import InputError, diverged
 from common.schema import Schema, mismatch
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-_WITH_SHAPES = (*_STATEFUL, torch.Generator)  # they compare the shapes of their state themselves
 # Deleting a run is never the cure: a copy of the damaged file may exist.
 RESTORE_OR_RESTART = "restore the run folder from a copy, or give another --run-dir to start from scratch"
 _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
@@ -30,7 +29,7 @@ _CONSTANTS = (int, float, str, bool, type(None), torch.device, torch.dtype)
 class Part:
     """A part of a run with state, other than its agent: replay buffer, environments, pending updates."""
 
-    form: ClassVar[Schema] = {str: object}  # of the state
+    schema: ClassVar[Schema] = {str: object}  # of the state
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Return the state. Large data may be written into `folder`, but an earlier state must stay loadable."""
@@ -143,26 +142,29 @@ def restore(
         raise InputError(f"the checkpoint does not fit: {wrong}; {otherwise}")
     try:
         for name, value in vars(agent).items():
-            found = np.shape(state[name]) if name in state and not isinstance(value, _WITH_SHAPES) else np.shape(value)
-            if found != np.shape(value):  # PyTorch and NumPy would broadcast it
-                raise ValueError(f"its shape is {list(found)}, not {list(np.shape(value))}")
-            kind = next((kind for kind in (Tensor, np.ndarray) if isinstance(value, kind)), int | float)
-            if name in state and not isinstance(value, _WITH_SHAPES) and not isinstance(state[name], kind):
-                raise TypeError(f"it is a {type(state[name]).__name__}")
             if isinstance(value, _STATEFUL):
                 value.load_state_dict(state.get(name, {}))
             elif isinstance(value, torch.Generator):
                 value.set_state(state[name].cpu())
-            elif isinstance(value, Tensor):
-                with torch.no_grad():
-                    value.copy_(state[name])
-            elif isinstance(value, np.ndarray):
-                value[...] = state[name]
             elif name in state:
-                setattr(agent, name, state[name])
+                _require_like(value, state[name])
+                if isinstance(value, Tensor | np.ndarray):
+                    with torch.no_grad():
+                        value[...] = state[name]
+                else:
+                    setattr(agent, name, state[name])
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         message = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise InputError(f"the checkpoint does not fit {name}: {message}; {otherwise}") from None
+
+
+def _require_like(value: Any, saved: Any) -> None:
+    """Raise ValueError or TypeError if `saved` has another shape, which might be broadcast, or another type."""
+    if np.shape(saved) != np.shape(value):
+        raise ValueError(f"its shape is {list(np.shape(saved))}, not {list(np.shape(value))}")
+    kind = next((kind for kind in (Tensor, np.ndarray) if isinstance(value, kind)), int | float)
+    if not isinstance(saved, kind):
+        raise TypeError(f"it is a {type(saved).__name__}")
 
 
 @contextlib.contextmanager

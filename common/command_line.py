@@ -66,7 +66,8 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         raise SystemExit(1) from None
     except torch.OutOfMemoryError as error:
         full = str(error).partition(". ")[0]  # the first sentence of a paragraph
-        log.error(f"{program}: {full}: give a smaller --buffer-size or --batch-size, or a larger share of the GPU")
+        cure = "give a smaller --buffer-size or --batch-size, or a larger share of the GPU"
+        log_error(f"{program}: {full}: {cure}", error)
         raise SystemExit(1) from None
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -75,7 +76,7 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         # A rename fails because of what is at its end.
         where = error.filename2 or error.filename or "the run folder"
         cure = "make room" if is_full else "correct that"
-        log.error(f"{program}: {error.strerror} ({where}): {cure}, then run the same command again")
+        log_error(f"{program}: {error.strerror} ({where}): {cure}, then run the same command again", error)
         raise SystemExit(1) from None
 
 
@@ -125,7 +126,8 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     # tyro draws a box of many lines. The error stands above its first rule, the suggestion below.
     # Its rules are hyphens where stdout is not UTF-8.
     lines = [re.sub("^[│╭╮╰╯─ -]*$", "", line).strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-    lines = lines[lines[0] == "" :]
+    if lines and not lines[0]:
+        del lines[0]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
     meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
     example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)

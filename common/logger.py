@@ -151,7 +151,7 @@ class _AppendedFile:
         self.path = path
         size = state["sizes"].get(path.name, 0) if state else 0
         try:
-            self.file = open_regular(path, "r+b" if path.exists() else "w+b")
+            self.file = open_regular(path, "r+b" if path.exists() else "x+b")  # not through a dangling link
         except OSError as error:
             cure = "correct that, then run the same command again"
             raise InputError(f"{path} cannot be written ({error.strerror}): {cure}") from None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from common.checkpoint import open_regular
+
 LONGEST_LINE = 1_500  # characters; a value that a user gave may be longer
 
 
@@ -44,8 +46,10 @@ class _ErrorFile(logging.Handler):
         self.path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-            file.write(self.format(record) + "\n\n")
+        if self.path.is_symlink():
+            return
+        with contextlib.suppress(OSError), open_regular(self.path, "ab") as file:
+            file.write(f"{self.format(record)}\n\n".encode())
 
 
 log = logging.getLogger("onramp")

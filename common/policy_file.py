@@ -27,7 +27,7 @@ from common.run_folder import (
     CHECKSUM,
     EVALUATIONS,
     POLICY_FOLDER,
-    TRAINED_FORM,
+    TRAINED_SCHEMA,
     mean_by_step,
     read_evaluations,
     require_trained,
@@ -98,19 +98,26 @@ class KeptPolicies:
         self._evaluations, self._folder, self._facts = run / EVALUATIONS, run / POLICY_FOLDER, facts
         self._names: set[str] = set()
         self._best: float | None = None  # the highest mean return so far, once it is known
+        self._best_path = self._folder / f"best{SUFFIX}"
+
+    def require_whole(self) -> None:
+        """Raise InputError if the best policy so far is damaged: without a better one, the run would end with it."""
+        if self._best_path.exists():
+            try:
+                read_policy(self._best_path)
+            except InputError as error:
+                raise InputError(f"{error}\n{checkpoint.RESTORE_OR_RESTART}") from None
 
     def keep(self, agent: Agent, policy: Act, obs: NDArray[Any], returns: list[float], step: int) -> None:
         """Write the policy after its evaluation at `step`, which evaluations.csv has already. obs: [n, obs_dim].
 
         Of equal returns the first is the best. A run that was killed repeats its evaluations, and so these files.
-        Raises InputError if the best file of an earlier evaluation is damaged.
         """
         self._names = self._names or names_for_acting(agent, policy, obs)
         mean = statistics.mean(returns)
         if self._best is None:
             before = mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
-            if has_file := (self._folder / f"best{SUFFIX}").is_file():
-                read_policy(self._folder / f"best{SUFFIX}")  # it stays if no later one is better: it must be whole
+            has_file = self._best_path.exists()
             self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
         self._folder.mkdir(exist_ok=True)
@@ -132,8 +139,8 @@ def read_policy(path: Path) -> PolicyFile:
         raise InputError(f"there is no file {path}") from None
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged, or not a policy of onramp: {type(error).__name__} {error}") from None
-    form = TRAINED_FORM | {"step": int, "return": float}
-    require_trained(facts, form, path, "is damaged, or not a policy of onramp: give another policy")
+    schema = TRAINED_SCHEMA | {"step": int, "return": float}
+    require_trained(facts, schema, path, "is damaged, or not a policy of onramp: give another policy")
     if not all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point()):
         raise InputError(f"{path} holds weights that are not finite: give another policy")
     return PolicyFile(tensors, facts)

@@ -1,6 +1,7 @@
 """What produced a result: versions, commit and hardware."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -42,3 +43,9 @@ def hardware(device: torch.device) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     cpu = models[0] if models else platform.processor()
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -82,7 +82,7 @@ class ReplayBuffer(Part):
     that are added stay in memory and are never written to the file.
     """
 
-    form: ClassVar[Schema] = {"added": NonNegativeInt, "widths": [int], "segments": [(NonNegativeInt,) * 3]}
+    schema: ClassVar[Schema] = {"added": NonNegativeInt, "widths": [int], "segments": [(NonNegativeInt,) * 3]}
     segment_rows = 100_000  # rows in one file of a checkpoint
 
     def __init__(

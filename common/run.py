@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common import checkpoint, run_folder
+from common import checkpoint, run_folder, start
 from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
@@ -83,7 +83,7 @@ class Environments(Protocol):
     """The interface of a run's environments (`envs.rollout.Rollout`)."""
 
     exact: list[bool]
-    form: ClassVar[Any]
+    schema: ClassVar[Any]
     obs: NDArray[Any]
 
     def reset(self) -> None: ...
@@ -103,6 +103,7 @@ class Run:
         Raises InputError if the device or Weights & Biases is missing, or if the folder cannot be used or belongs to
         other arguments. Raises FinishedRun if the run is complete.
         """
+        start.end_imports()  # for a program that calls `train` itself
         self.args, self.algo = args, algo
         if args.preset:
             used = [f"{k} {v}" for k, v in args.from_preset.items() if getattr(args, k) == v]
@@ -121,8 +122,7 @@ class Run:
         self.launch = Launch(args, self.device)
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
-        self._signal = 0
-        self._handlers: dict[int, Any] = {}  # the signal handlers before this run
+        self._signal, self._handlers = 0, dict[int, Any]()  # the signal handlers before this run
         self._grown: dict[str, Any] | None = None  # the config of a run that is being extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
@@ -178,8 +178,9 @@ class Run:
                     f"{self.folder} has a checkpoint of another version ({', '.join(sorted(differ))} differ): "
                     "resume it with the commit in its config.json, or give another --run-dir"
                 )
-            form = {"rollout": self._rollout.form} | {name: part.form for name, part in self._parts.items()}
-            require(saved, form, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
+            self._policies.require_whole()
+            schema = {"rollout": self._rollout.schema} | {name: part.schema for name, part in self._parts.items()}
+            require(saved, schema, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
         self.launch.is_resumed = saved is not None
         note = self.launch.prepare()
         self.config["versions"] |= self.launch.versions

@@ -43,9 +43,9 @@ LOCK = ".lock"
 RESTORE_FINISHED = "restore it from a copy (the run itself is complete)"
 DATASET_FILES = (".hdf5", ".h5")
 POLICY_FOLDER = "policy"  # folder of best.safetensors and last.safetensors
-# The forms of config.json and of a checkpoint. A part's own form is at its class.
+# The schemas of config.json and of a checkpoint. A part's own schema is at its class.
 # Of the arguments, those are here that a program reads without the algorithm's `Args`, which check themselves.
-TRAINED_FORM: Schema = {
+TRAINED_SCHEMA: Schema = {
     "algo": str,
     "arguments": {
         str: object, "env?": str, "env_kwargs?": str, "time_limit?": int | None, "action_repeat?": int | None,
@@ -53,10 +53,10 @@ TRAINED_FORM: Schema = {
         "offline_steps?": int, "online_steps?": int,
     },
 }  # fmt: skip
-CONFIG_FORM: Schema = TRAINED_FORM | {
+CONFIG_SCHEMA: Schema = TRAINED_SCHEMA | {
     "versions?": {str: str | None}, "commit?": str | None, "hardware?": {"gpu?": str | None}, "form?": str,
 }  # fmt: skip
-STATE_FORM: Schema = {
+STATE_SCHEMA: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
     "logger": {"sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}},
 }  # fmt: skip
@@ -73,15 +73,15 @@ def has_checkpoint(folder: Path) -> bool:
     return checkpoint.exists(state_path(folder))
 
 
-def read_state(folder: Path, agent: object = None) -> dict[str, Any]:
-    """Return the last checkpoint. Raises InputError if it has another form, FileNotFoundError if absent.
+def read_state(folder: Path, agent: object = None, cure: str = checkpoint.RESTORE_OR_RESTART) -> dict[str, Any]:
+    """Return the last checkpoint. Raises InputError if it has another schema, FileNotFoundError if absent.
 
     If the `agent` is given that it is for, the agent's part is compared with that agent's state.
     """
     path = state_path(folder)
     state = checkpoint.load(path)
-    form = STATE_FORM if agent is None else STATE_FORM | {"agent": checkpoint.schema_of(agent)}
-    require(state, form, path, f"is damaged, or of another version: {checkpoint.RESTORE_OR_RESTART}")
+    schema = STATE_SCHEMA if agent is None else STATE_SCHEMA | {"agent": checkpoint.schema_of(agent)}
+    require(state, schema, path, f"is damaged, or of another version: {cure}")
     return state
 
 
@@ -108,10 +108,10 @@ def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
     """Write DONE, with the run's last step and the checksums of its logs, of config.json and of DONE itself."""
     facts = {"step": step, "checksums": checksums | {CONFIG: checksum(folder / CONFIG)}}
     with checkpoint.replacing(folder / DONE) as file:
-        file.write(json.dumps(facts | {CHECKSUM: _own_checksum(facts)}).encode())
+        file.write(json.dumps(facts | {CHECKSUM: _checksum_of(facts)}).encode())
 
 
-def _own_checksum(facts: dict[str, Any]) -> str:
+def _checksum_of(facts: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
 
@@ -127,7 +127,7 @@ def require_unchanged(folder: Path) -> None:
     try:
         facts = json.loads(checkpoint.read_bytes(path) or "{}")
         own = facts.pop(CHECKSUM, None)
-        if not facts.keys() <= {"step", "checksums"} or own not in (None, _own_checksum(facts)):
+        if not facts.keys() <= {"step", "checksums"} or own not in (None, _checksum_of(facts)):
             raise ValueError
         wanted = facts.get("checksums", {})
     except (ValueError, AttributeError, TypeError, RecursionError):
@@ -145,26 +145,26 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         config: dict[str, Any] = json.loads(checkpoint.read_bytes(path))
-        if not config.keys() <= CONFIG_KEYS:
-            raise ValueError
-        if config.pop(CHECKSUM, None) not in (None, _own_checksum(config)):  # older runs have none
+        if unknown := config.keys() - CONFIG_KEYS:
+            raise InputError(f"{path} is of another version, with {', '.join(sorted(unknown))}, or damaged")
+        if config.pop(CHECKSUM, None) not in (None, _checksum_of(config)):  # older runs have none
             raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path} {otherwise}") from None
-    require_trained(config, CONFIG_FORM, path, otherwise)
+    require_trained(config, CONFIG_SCHEMA, path, otherwise)
     return config
 
 
-def require_trained(config: dict[str, Any], form: Schema, path: Path, otherwise: str) -> None:
-    """Raise InputError if what was read does not have this form, or if its environment's arguments are not a dict."""
-    require(config, form, path, otherwise)
+def require_trained(config: dict[str, Any], schema: Schema, path: Path, otherwise: str) -> None:
+    """Raise InputError if what was read does not have this schema, or if its environment's arguments are not a dict."""
+    require(config, schema, path, otherwise)
     if "env_kwargs" in config["arguments"]:
         json_object(f"{path}: arguments.env_kwargs", config["arguments"]["env_kwargs"])
 
 
 def config_text(config: dict[str, Any]) -> str:
     """Return the text of config.json, which ends with its own checksum."""
-    return json.dumps(config | {CHECKSUM: _own_checksum(config)}, indent=2)
+    return json.dumps(config | {CHECKSUM: _checksum_of(config)}, indent=2)
 
 
 def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Updater(Part):
     step. A checkpoint holds the pending updates, so their number and order do not depend on where a run stops.
     """
 
-    form: ClassVar[Schema] = {"pending": [{str: object}], "count": NonNegativeInt}
+    schema: ClassVar[Schema] = {"pending": [{str: object}], "count": NonNegativeInt}
 
     def __init__(self, function: Callable[..., Metrics], should_defer: Callable[[], bool], timings: Timings) -> None:
         self._function, self._should_defer, self._timings = function, should_defer, timings

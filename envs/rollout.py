@@ -47,7 +47,7 @@ def nothing() -> None:
 class Rollout(Part):
     """Steps the environments, resets those whose episode ended, and keeps the statistics of training episodes."""
 
-    form: ClassVar[Schema] = {
+    schema: ClassVar[Schema] = {
         "envs": [{str: object}], "steps": int, "returns": [float], "lengths": [int], "finished": [(float, int)],
     }  # fmt: skip
 

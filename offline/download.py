@@ -1,7 +1,6 @@
 """Download a file: resume an interrupted download, check the file, and put it in place in one step."""
 
 import contextlib
-import hashlib
 import http.client
 import json
 import os
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from common.checkpoint import replacing
 from common.errors import InputError, RunError
+from common.provenance import sha256_of
 
 CHUNK = 2**20
 TRIES = 3
@@ -74,18 +74,26 @@ def download(url: str, path: Path, check: Callable[[Path], object], variable: st
         raise InputError(f"{path.parent} cannot be written ({error.strerror}): set {variable}") from None
 
 
+def note_of(path: Path) -> Path:
+    """Return the path of the note that `require_same` writes."""
+    return path.with_name(f"{path.name}.sha256")
+
+
 def require_same(path: Path) -> None:
     """Raise InputError if the file is not the one that was first used at `path`.
 
     The first call writes the file's SHA-256 to `path`.sha256, which `sha256sum -c` reads. Later calls compare it, also
     after another download. A folder that cannot be written remembers nothing.
     """
-    note = path.with_name(f"{path.name}.sha256")
-    with path.open("rb") as file:
-        line = f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
+    note, line = note_of(path), f"{sha256_of(path)}  {path.name}\n"
     if not note.exists():
-        with contextlib.suppress(PermissionError), replacing(note) as file:
-            file.write(line.encode())
+        lock = note.with_name(f"{note.name}.lock")
+        with contextlib.suppress(OSError), FileLock(lock):  # several runs may begin at once
+            try:
+                with replacing(note) as file:
+                    file.write(line.encode())
+            finally:
+                lock.unlink()
     elif note.read_bytes() != line.encode():
         raise InputError(
             f"{path} is not the file that was first used here: restore it, "

@@ -6,6 +6,7 @@ the environments.
 """
 
 import difflib
+import re
 
 from common.errors import InputError
 from envs import d4rl
@@ -37,3 +38,13 @@ def environment_of(dataset_id: str) -> str:
         close = ", ".join(difflib.get_close_matches(dataset_id, ENVIRONMENTS, cutoff=0.3))
         raise InputError(f"D4RL has no dataset {dataset_id!r}. Nearest: {close or 'none; see docs/d4rl.md'}.")
     return ENVIRONMENTS[dataset_id]
+
+
+def domain(env: str, dataset: str) -> str:
+    """Return the domain, as `with_presets` has it, by the names of the environment and the dataset."""
+    name = f"{env} {dataset}".lower()
+    words = {"ogbench": "singletask", "antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
+    words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
+    found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
+    binary = "binary" in name or "sparse" in dataset.lower()
+    return "adroit-binary" if found == "adroit" and binary else found

@@ -9,7 +9,6 @@ what is sampled after the switch:
 """
 
 import itertools
-import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +29,7 @@ from common.run_folder import has_checkpoint, is_finished, read_state, run_confi
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
+from offline.environments import domain
 from offline.rewards import IDENTITY, RewardTransform
 from offline.sampling import concatenated, even_order, selected, weighted_rows
 from offline.scores import reference, scorer
@@ -141,20 +141,15 @@ def with_presets(args: T, presets: dict[str, dict[str, Any]]) -> T:
     return args.filled_in(**chosen, **preset)
 
 
-def domain(env: str, dataset: str) -> str:
-    """Return the domain, as in `with_presets`, by the names of the environment and the dataset."""
-    name = f"{env} {dataset}".lower()
-    words = {"ogbench": "singletask", "antmaze": "antmaze", "kitchen": "kitchen", "maze2d": "maze2d|pointmaze"}
-    words["adroit"] = r"adroit|\b(pen|door|hammer|relocate)-"  # not open-, not indoor-
-    found = next((found for found, marks in words.items() if re.search(marks, name)), "locomotion")
-    binary = "binary" in name or "sparse" in dataset.lower()
-    return "adroit-binary" if found == "adroit" and binary else found
-
-
 class OfflineToOnline(checkpoint.Part):
     """The dataset, the online transitions, and which of them are sampled when."""
 
-    form: ClassVar[Any] = {"dataset": str, "unfinished": [np.ndarray], "rewards": [float], "buffer": ReplayBuffer.form}
+    schema: ClassVar[Any] = {
+        "dataset": str,
+        "unfinished": [np.ndarray],
+        "rewards": [float],
+        "buffer": ReplayBuffer.schema,
+    }
 
     def __init__(
         self,
@@ -264,8 +259,8 @@ class OfflineToOnline(checkpoint.Part):
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
             return
-        config, saved = run_config(folder), read_state(folder, agent)
-        algo, was, theirs, own = config["algo"], config["arguments"], saved["agent"], self.dataset.rewards
+        config, own = run_config(folder), self.dataset.rewards
+        algo, was = config["algo"], config["arguments"]
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
         for name in ("normalize_obs", *must_match):
@@ -274,7 +269,8 @@ class OfflineToOnline(checkpoint.Part):
                 raise InputError(f"{folder} was trained with --{name.replace('_', '-')} {there}: give the same here")
         if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):
             raise InputError(f"{folder} was trained in {self.env} with other arguments: give the same --env-kwargs")
-        scale, shift = saved.get("data", saved).get("rewards", own)
+        saved = read_state(folder, agent, "give another --init-from")
+        theirs, (scale, shift) = saved["agent"], saved.get("data", saved).get("rewards", own)
         if not only and not np.allclose((scale, shift), own):
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
             raise InputError(  # the critics' values depend on them

@@ -74,6 +74,23 @@ def test_a_later_attribute_is_saved_without_further_code():
     assert (other.updates, other.mean.tolist(), other.buffer.tolist()) == (7, [1, 1], [0, 1, 2])
 
 
+class Nested:
+    """Attributes whose shapes NumPy cannot tell."""
+
+    def __init__(self) -> None:
+        self.sizes = ((256, 256), 1)
+        self.networks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)])
+        self.count = 3
+
+
+def test_constants_and_networks_of_any_nesting_are_restored():
+    agent, other = Nested(), Nested()
+    other.count = 4
+    restore(agent, state_of(other))
+    assert agent.count == 4
+    assert same(state_of(agent), state_of(other))
+
+
 def test_state_of_another_shape_or_code_is_refused():
     state = state_of(SAC(Args(**(small_of("sac") | {"hidden": (8,)})), 3, 2, torch.device("cpu")))
     with pytest.raises(InputError, match="does not fit"):

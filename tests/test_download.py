@@ -1,5 +1,6 @@
 """Downloads from a local server that breaks off, changes its mind, lies and refuses."""
 
+import errno
 import http.server
 import re
 import subprocess
@@ -7,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from d4rl_file import make
@@ -255,3 +258,24 @@ def test_an_id_whose_download_is_no_dataset(server: Server, tmp_path: Path, monk
     with pytest.raises(InputError, match=r"is not the right one.*not an HDF5 file"):
         read("walker2d-medium-v2")
     assert left(tmp_path / "cache") == set()
+
+
+def test_a_folder_that_cannot_be_written_remembers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only disk is no reason not to read from it."""
+    (tmp_path / "a").write_bytes(CONTENT)
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(module, "replacing", fails)
+    require_same(tmp_path / "a")
+    assert left(tmp_path) == {"a"}
+
+
+def test_many_first_uses_at_once(tmp_path: Path) -> None:
+    """As of the runs of a sweep: none fails, and one note is left."""
+    (tmp_path / "a").write_bytes(CONTENT * 10)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: require_same(tmp_path / "a"), range(40)))
+    require_same(tmp_path / "a")
+    assert {"a", "a.sha256"} <= left(tmp_path) <= {"a", "a.sha256", "a.sha256.lock"}

@@ -9,18 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from bench.faults import faults, runs
-from bench.faults.comparison import differences
+from bench.faults.comparison import _same, differences
 from bench.faults.folders import compared
 from bench.faults.runs import Verdict, execute, judged
 from common.errors import InputError
+from common.run_folder import mark_finished
 
 
 def test_a_few_faults_of_each_class_end_well(tmp_path: Path):
-    """In a process of its own, because this one may have threads, which a fork loses."""
+    """In a process of its own: PyTorch has computed in this one, and a fork would lose its threads."""
     line = [sys.executable, str(ROOT / "bench" / "faults" / "faults.py"), "--seed", "7", "--cases", "2"]
     report = tmp_path / "report.json"
     ended = subprocess.run([*line, "--json", str(report)], capture_output=True, text=True, timeout=300, check=False)
@@ -80,8 +83,6 @@ def test_how_a_command_is_judged(
         ("metrics.csv", "step,name,value\n1,time/act,9\n1,loss,2\n", False),
         ("metrics.csv", "step,name,value\n1,time/act,5\n1,loss,3\n", True),
         ("evaluations.csv", "step\n2\n", True),
-        ("DONE", '{"step": 1, "checksums": {"metrics.csv": "b", "evaluations.csv": "c"}}', False),
-        ("DONE", '{"step": 1, "checksums": {"metrics.csv": "b", "evaluations.csv": "d"}}', True),
         ("DONE", "{", True),
         ("config.json.part", "", True),
     ],
@@ -91,11 +92,35 @@ def test_only_times_may_differ(file: str, changed: str, differs: bool, tmp_path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.csv").write_text("step,name,value\n1,time/act,5\n1,loss,2\n")
         (tmp_path / name / "evaluations.csv").write_text("step\n1\n")
-        (tmp_path / name / "DONE").write_text('{"step": 1, "checksums": {"metrics.csv": "a", "evaluations.csv": "c"}}')
+        (tmp_path / name / "config.json").write_text("{}")
+        mark_finished(tmp_path / name, 1, {"metrics.csv": "a", "evaluations.csv": "c"})
     (tmp_path / "run" / file).write_text(changed)
     assert differences(tmp_path / "run", tmp_path / "whole") == [file] * differs
     found = compared(Verdict("continued"), tmp_path / "run", tmp_path / "whole")
     assert found.outcome == ("WRONG" if differs else "continued")
+
+
+@pytest.mark.parametrize(("log", "differs"), [("metrics.csv", False), ("evaluations.csv", True)])
+def test_checksums_may_differ_with_the_times_of_a_log(log: str, differs: bool, tmp_path: Path):
+    """DONE's own checksum differs in both cases."""
+    for name in ("run", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        mark_finished(tmp_path / name, 1, {log: name})
+    assert differences(tmp_path / "run", tmp_path / "whole") == ["DONE"] * differs
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.zeros(2), np.zeros((2, 1))), (np.zeros(1, np.int32), np.zeros(1, np.float32)), (0.0, -0.0), (1, True),
+        (torch.zeros(2), torch.zeros(1, 2)), ([1], (1,)), ({"a": 1}, {"a": 1.0}),
+    ],
+)  # fmt: skip
+def test_states_differ_in_type_shape_and_sign(a: object, b: object):
+    assert not _same(a, b)
+    assert _same(a, a)
+    assert _same(float("nan"), float("nan"))
 
 
 def test_a_seed_and_a_name_determine_a_fault():

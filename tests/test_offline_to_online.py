@@ -14,7 +14,8 @@ from common.replay_buffer import Batch
 from common.run import Run
 from envs.rollout import Transitions
 from offline.dataset import read
-from offline.offline_to_online import OfflineToOnline, domain, with_presets
+from offline.environments import domain
+from offline.offline_to_online import OfflineToOnline, with_presets
 from offline.rewards import RewardTransform
 
 

@@ -93,23 +93,20 @@ def test_kills_change_no_policy(tmp_path: Path) -> None:
     assert not list((tmp_path / "killed" / "policy").glob("*.part"))
 
 
-def test_a_damaged_best_policy_is_named_by_a_resumed_run(small: Callable[..., Any]) -> None:
-    """The run would end with it, if no later policy is better."""
-    args = small(total_steps=400, eval_every=100)
-    path = module("sac").train(args).folder / "policy" / "best.safetensors"
-    path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(InputError, match=r"best\.safetensors is damaged"):
-        module("sac").train(dataclasses.replace(args, total_steps=500))
-
-
-def test_a_folder_in_the_place_of_the_best_policy_is_named(small: Callable[..., Any]) -> None:
-    """The run would end without a best policy."""
+@pytest.mark.parametrize("damage", ["appended", "folder"])
+def test_a_damaged_best_policy_is_named_before_a_run_resumes(small: Callable[..., Any], damage: str) -> None:
+    """The run would end with it, if no later policy is better. Nothing is trained, and the cure is a run's."""
     args = small(total_steps=400, eval_every=100)
     folder = module("sac").train(args).folder
-    (folder / "policy" / "best.safetensors").unlink()
-    (folder / "policy" / "best.safetensors").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"best\.safetensors"):
+    path, logs = folder / "policy" / "best.safetensors", (folder / "metrics.csv").read_bytes()
+    if damage == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(InputError, match=r"best\.safetensors .*\n.*--run-dir"):
         module("sac").train(dataclasses.replace(args, total_steps=500))
+    assert (folder / "metrics.csv").read_bytes() == logs
 
 
 def test_without_evaluations_there_is_no_policy_file(small: Callable[..., Any]) -> None:

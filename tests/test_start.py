@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ALGORITHMS, ROOT, module
+from conftest import ALGORITHMS, ROOT
 
 STUCK = """
 import time
@@ -47,8 +47,11 @@ def test_programs_are_all_algorithms_and_more():
     assert {Path("algos") / f"{algo}.py" for algo in ALGORITHMS} < set(PROGRAMS)
 
 
-def test_a_module_leaves_ctrl_c_to_its_program():
+def test_a_module_leaves_ctrl_c_to_its_program(tmp_path: Path):
     """An algorithm that another program imports is not what Ctrl-C should end."""
-    for algo in ALGORITHMS:
-        module(algo)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (tmp_path / "algorithm.py").write_text("import common.start\n")
+    code = "import signal, {}; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for name, is_untouched in (("algorithm", "True"), ("common.start", "False")):
+        line = [sys.executable, "-c", code.format(name)]
+        assert subprocess.run(line, env=env, capture_output=True, text=True, check=True).stdout.strip() == is_untouched

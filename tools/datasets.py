@@ -9,7 +9,6 @@ networks of the runs are small on purpose: learning must take all of the 200,000
 Each command does nothing if its result exists, so the same command resumes a suite that was stopped.
 """
 
-import hashlib
 import json
 import os
 import subprocess
@@ -24,6 +23,7 @@ import tyro
 from common.checkpoint import replacing
 from common.errors import InputError
 from common.messages import log
+from common.provenance import sha256_of
 from offline.dataset import load
 from offline.download import download
 from tools import inspect_dataset
@@ -104,7 +104,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
 
 
 def _check(path: Path, sha256: str) -> None:
-    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+    if sha256_of(path) != sha256:
         raise InputError(f"{path} is not the suite's expert: give other --experts (SHA-256 {sha256})")
 
 

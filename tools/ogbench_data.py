@@ -45,6 +45,7 @@ from common.seeding import seeds
 from envs import ogbench as environments
 from envs.ogbench import DATASETS
 from offline import ogbench
+from offline.download import note_of
 from offline.npz import Archive
 from tools.inspect_dataset import facts
 from tools.ogbench_oracles import Rows, Task, make_episode
@@ -155,6 +156,7 @@ def _make_files(
             write_note()
             for split, path in paths.items():
                 archives = [Archive(part.path) for part in parts if part.split == split]
+                note_of(path).unlink(missing_ok=True)  # of an earlier file of this name
                 save(path, joined([{key: archive[key] for key in archive.keys} for archive in archives]))
     except Timeout:
         raise InputError(f"another command is making {paths['train']}: wait for it") from None

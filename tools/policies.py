@@ -22,12 +22,13 @@ from common.arguments import env_settings, json_object
 from common.errors import InputError
 from common.messages import log
 from common.policy_file import SUFFIX, load_into, read_policy
+from common.provenance import sha256_of
 from common.run_folder import CONFIG, has_checkpoint, read_config, read_state, state_path, task_name
 from common.schema import require
 from envs.d4rl import PointMaze
 from envs.settings import settings_in
 from offline.environments import environment_of
-from tools.stable_baselines import digest, read_stable_baselines
+from tools.stable_baselines import read_stable_baselines
 from tools.waypoints import NOISE, Waypoints
 
 POLICIES = Path(__file__).resolve().parents[1] / "results" / "policies"  # <algorithm>/<task>.safetensors
@@ -150,7 +151,7 @@ def read_trained(source: str | Path) -> Trained:
     if path.suffix != SUFFIX:
         return read_run(path)
     file = read_policy(path)
-    facts = {"kind": "policy file", "name": "/".join(path.resolve().parts[-3:]), "sha256": {path.name: digest(path)}}
+    facts = {"kind": "policy file", "name": "/".join(path.resolve().parts[-3:]), "sha256": {path.name: sha256_of(path)}}
     facts |= {"algorithm": file.facts["algo"], "step": file.facts["step"]}
     return Trained(path, file.facts["algo"], file.facts["arguments"], facts, file.tensors)
 
@@ -163,7 +164,7 @@ def read_run(folder: Path) -> Trained:
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")
     state = read_state(folder)
     config = read_config(folder, "is damaged, or was written by something else")
-    sha256 = {str(path.relative_to(folder)): digest(path) for path in (folder / CONFIG, state_path(folder))}
+    sha256 = {str(path.relative_to(folder)): sha256_of(path) for path in (folder / CONFIG, state_path(folder))}
     facts = {"kind": "run", "name": folder.resolve().name, "sha256": sha256}
     facts |= {"algorithm": config["algo"], "step": state["logger"]["step"]}
     return Trained(folder, config["algo"], config["arguments"], facts, state)

@@ -1,7 +1,6 @@
 """Read a policy from a Stable-Baselines3 file of SAC, TQC, TD3, DDPG, PPO or A2C. Nothing is ever unpickled."""
 
 import base64
-import hashlib
 import io
 import json
 import pickle
@@ -25,6 +24,7 @@ from torch import Tensor
 from common import checkpoint
 from common.errors import InputError
 from common.messages import log
+from common.provenance import sha256_of
 
 LARGEST = 2**30  # bytes of a file once unpacked; a policy of 1024 units takes 2**26
 BAD_FILE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError)
@@ -99,7 +99,7 @@ def read_stable_baselines(
         return unit
 
     _check_shapes(path, env, layers, act)
-    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": digest(path)} | statistics
+    facts = {"kind": "stable-baselines3", "name": path.name, "sha256": sha256_of(path)} | statistics
     facts["algorithm"] = "ppo or a2c" if on_policy else module[1] if module else "unknown"
     return act, facts | {"step": data.get("num_timesteps")}
 
@@ -156,7 +156,7 @@ def _vec_normalize(
         return lambda obs: obs, {}
     try:
         with np.load(export, allow_pickle=False) as file:
-            facts = {"vec_normalize": digest(export)}
+            facts = {"vec_normalize": sha256_of(export)}
             if "norm_obs" in file and not file["norm_obs"]:  # it normalised rewards alone
                 return lambda obs: obs, facts
             mean, var = (np.asarray(file[name], np.float64) for name in ("mean", "var"))
@@ -250,7 +250,3 @@ def _spec(env: gym.Env[Any, Any]) -> gym.envs.registration.EnvSpec:
     spec = env.unwrapped.spec
     assert spec is not None, "an environment made by gym.make has one"
     return spec
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
 from common import checkpoint
-from common.run_folder import DONE, LOCK, METRICS
+from common.run_folder import CHECKSUM, DONE, LOCK, METRICS
 
 
 def differences(run: Path, whole: Path) -> list[str]:
@@ -43,7 +44,7 @@ def _content(path: Path) -> Any:
     if path.name == DONE:
         done = json.loads(path.read_text())
         timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
-        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, "crc32": None}
+        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, CHECKSUM: None}
     if path.name.startswith("events"):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
         values = [[(v.tag, v.simple_value) for v in each.summary.value if v.tag[:5] != "time/"] for each in events]
@@ -55,13 +56,15 @@ def _content(path: Path) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two states are equal bit for bit."""
+    """Return whether two states are equal in types, shapes and bits."""
+    if type(a) is not type(b):
+        return False
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor):
-        return bool(a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes())
-    if hasattr(a, "tobytes"):
-        return bool(hasattr(b, "tobytes") and a.tobytes() == b.tobytes())
-    return bool(a == b)
+        return _same(a.numpy(), b.numpy())
+    if isinstance(a, np.ndarray | np.generic):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return repr(a) == repr(b)  # also of floats: 0.0 is not -0.0, and NaN is itself

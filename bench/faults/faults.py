@@ -8,6 +8,8 @@
 docs/reliability.md describes the classes and the outcomes. The exit status is 1 if a case failed.
 """
 
+import common.start
+
 import json
 import os
 import shutil

@@ -77,8 +77,6 @@ def hostile(hint: Any) -> tuple[str, ...]:
 def _flagged(algo: str, name: str, value: str, folder: Path) -> Verdict:
     flag = f"--{name.replace('_', '-')}"
     words = [*small_flags(algo, **{name: ""}), flag, value]
-    if not value and "--run-dir" in words:  # small_flags leaves an empty value out
-        words = [*small_flags(algo, **{name: ""}), flag, ""]
     ended = train(algo, words, folder, terminate_after=SECONDS)
     found = judged(ended, f"{algo}.py", stopped=True)
     if found.outcome != "accepted" or ended.status != 128 + signal.SIGTERM:

@@ -81,7 +81,7 @@ def args_of(algo: str) -> Any:
 
 def is_offline(algo: str) -> bool:
     """Return whether the algorithm begins with a dataset."""
-    return hasattr(args_of(algo), "dataset") or "dataset" in args_of(algo).__dataclass_fields__
+    return "dataset" in args_of(algo).__dataclass_fields__
 
 
 def small_flags(algo: str, **changed: str) -> list[str]:
