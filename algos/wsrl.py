@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNegativeInt, OptionalNumber
-from common.checkpoint import exists
 from common.command_line import command_line
 from common.errors import InputError
+from common.files import exists
 from common.messages import log
 from common.networks import Critic, TanhGaussian, frozen, mlp, orthogonal
 from common.normalize import FixedNormalizer

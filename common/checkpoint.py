@@ -1,23 +1,19 @@
 """Collect, save and restore the state of a run, in files that are either complete or absent."""
 
-import contextlib
 import dataclasses
-import errno
 import io
-import os
 import pickle
-import stat
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.errors import InputError, diverged
+from common.files import does_not_fit, read_bytes, replacing
 from common.schema import Schema, mismatch
 
 _STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -167,47 +163,6 @@ def _require_like(value: Any, saved: Any) -> None:
         raise TypeError(f"it is a {type(saved).__name__}")
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write. It replaces `path` in one step if the block succeeds, and is deleted otherwise."""
-    aside = path.with_name(path.name + ".part")
-    aside.unlink(missing_ok=True)  # a link or a pipe that was put there is removed, and never written through
-    try:
-        with aside.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def open_regular(path: Path, mode: str) -> IO[bytes]:
-    """Open a file. Raises OSError for a folder, a pipe, a socket or a device.
-
-    To open a pipe (FIFO) in the usual way would wait for its other end, possibly for ever.
-    """
-    return open(path, mode, opener=_descriptor)
-
-
-def _descriptor(path: str, flags: int) -> int:
-    number = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    mode = os.fstat(number).st_mode
-    if stat.S_ISREG(mode):
-        return number
-    os.close(number)
-    code, reason = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "Is not a regular file")
-    raise OSError(code, reason, path)
-
-
-def sync(folder: Path) -> None:
-    """Sync a folder, so that the creation and renaming of files in it survive a power cut."""
-    number = os.open(folder, os.O_RDONLY)
-    os.fsync(number)
-    os.close(number)
-
-
 def refuse_non_finite(state: dict[str, Any], folder: Path, step: int) -> None:
     """Raise RunError if a tensor of the state, at `step` of the run in `folder`, is not finite."""
     for name, value in state.items():
@@ -241,48 +196,9 @@ def load(path: Path) -> dict[str, Any]:
         reason = "it holds more than tensors and plain data"
     except Exception as error:  # any error may mean damage, except a lack of memory
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            raise _does_not_fit(path) from None
+            raise does_not_fit(path) from None
         reason = " ".join(f"{type(error).__name__} {error}".split())[:120]
     raise InputError(f"{path} is damaged ({reason}): {RESTORE_OR_RESTART}")
-
-
-def exists(path: Path) -> bool:
-    """Return whether the file exists. Raises InputError if the path cannot be accessed."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    return True
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the file's bytes.
-
-    Raises InputError if it cannot be read or does not fit into memory, FileNotFoundError if there is none. Neither
-    means that the content is damaged.
-    """
-    try:
-        with open_regular(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    except MemoryError:
-        raise _does_not_fit(path) from None
-
-
-def _unreadable(path: Path, error: OSError) -> InputError:
-    allowed = isinstance(error, PermissionError)
-    cure = "give this user permission to read it and its folders" if allowed else "correct that"
-    return InputError(f"{path} cannot be read ({error.strerror}): {cure}, then run the same command again")
-
-
-def _does_not_fit(path: Path) -> InputError:
-    size = path.stat().st_size / 1e6
-    return InputError(f"{path} ({size:,.1f} MB) does not fit into memory: free memory, then run the same command again")
 
 
 def _as_tensors(state: Any) -> Any:

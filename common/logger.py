@@ -18,9 +18,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
-from common.checkpoint import RESTORE_OR_RESTART, open_regular
+from common.checkpoint import RESTORE_OR_RESTART
 from common.errors import InputError, RunError, diverged
 from common.evaluate import Episode
+from common.files import open_regular
 from common.messages import keep_errors, log
 from common.progress import Progress
 from common.run_folder import COLUMNS, EVALUATIONS, crc_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.checkpoint import open_regular
+from common.files import open_regular
 
 LONGEST_LINE = 1_500  # characters; a value that a user gave may be longer
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from common import checkpoint
 from common.acting import Agent
-from common.checkpoint import read_bytes, replacing, state_of
+from common.checkpoint import state_of
 from common.errors import InputError
 from common.evaluate import Act
+from common.files import read_bytes, replacing
 from common.run_folder import (
     CHECKSUM,
     EVALUATIONS,

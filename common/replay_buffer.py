@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from common.arguments import NonNegativeInt
-from common.checkpoint import RESTORE_OR_RESTART, Part, open_regular, read_bytes, sync
+from common.checkpoint import RESTORE_OR_RESTART, Part
 from common.errors import InputError, RunError, require_finite
+from common.files import open_regular, read_bytes, sync
 from common.memory import free_memory
 from common.schema import Schema
 from common.tracing import cut

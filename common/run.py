@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common import checkpoint, run_folder, start
+from common import checkpoint, files, run_folder, start
 from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
@@ -212,7 +212,7 @@ class Run:
         return saved
 
     def _write_config(self, facts: dict[str, Any]) -> None:
-        with checkpoint.replacing(self.folder / CONFIG) as file:
+        with files.replacing(self.folder / CONFIG) as file:
             file.write(run_folder.config_text(facts | {"form": self.launch.form}).encode())
 
     def _note_form(self, message: str) -> None:
@@ -316,7 +316,7 @@ class Run:
         self._own_folder.require()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
-        checkpoint.sync(self.folder)
+        files.sync(self.folder)
         agent = checkpoint.state_of(self._agent)
         checkpoint.refuse_non_finite({"agent": agent}, self.folder, self.step)
         state = {name: part.save(self._replay) for name, part in self._parts.items()}

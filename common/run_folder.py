@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from common import checkpoint
+from common import checkpoint, files
 from common.arguments import NonNegativeInt, json_object
 from common.errors import InputError, RunError
 from common.evaluate import Episode
@@ -70,7 +70,7 @@ def state_path(folder: Path) -> Path:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether there is a checkpoint. Raises InputError if the path cannot be accessed."""
-    return checkpoint.exists(state_path(folder))
+    return files.exists(state_path(folder))
 
 
 def read_state(folder: Path, agent: object = None, cure: str = checkpoint.RESTORE_OR_RESTART) -> dict[str, Any]:
@@ -100,14 +100,14 @@ def crc_of(file: IO[bytes], size: int) -> int:
 
 def checksum(path: Path) -> str:
     """Return the CRC-32 of a file in eight hexadecimal digits."""
-    with checkpoint.open_regular(path, "rb") as file:
+    with files.open_regular(path, "rb") as file:
         return f"{crc_of(file, path.stat().st_size):08x}"
 
 
 def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
     """Write DONE, with the run's last step and the checksums of its logs, of config.json and of DONE itself."""
     facts = {"step": step, "checksums": checksums | {CONFIG: checksum(folder / CONFIG)}}
-    with checkpoint.replacing(folder / DONE) as file:
+    with files.replacing(folder / DONE) as file:
         file.write(json.dumps(facts | {CHECKSUM: _checksum_of(facts)}).encode())
 
 
@@ -122,10 +122,10 @@ def require_unchanged(folder: Path) -> None:
     when it resumes.
     """
     path = folder / DONE
-    if not checkpoint.exists(path):
+    if not files.exists(path):
         return
     try:
-        facts = json.loads(checkpoint.read_bytes(path) or "{}")
+        facts = json.loads(files.read_bytes(path) or "{}")
         own = facts.pop(CHECKSUM, None)
         if not facts.keys() <= {"step", "checksums"} or own not in (None, _checksum_of(facts)):
             raise ValueError
@@ -133,7 +133,7 @@ def require_unchanged(folder: Path) -> None:
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
     for name, written in wanted.items():
-        if checkpoint.exists(folder / name) and checksum(folder / name) != written:
+        if files.exists(folder / name) and checksum(folder / name) != written:
             raise InputError(f"{folder / name} has changed since the run ended: {RESTORE_FINISHED}")
 
 
@@ -144,7 +144,7 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        config: dict[str, Any] = json.loads(checkpoint.read_bytes(path))
+        config: dict[str, Any] = json.loads(files.read_bytes(path))
         if unknown := config.keys() - CONFIG_KEYS:
             raise InputError(f"{path} is of another version, with {', '.join(sorted(unknown))}, or damaged")
         if config.pop(CHECKSUM, None) not in (None, _checksum_of(config)):  # older runs have none
@@ -195,7 +195,7 @@ def read_evaluations(path: Path) -> list[dict[str, str]]:
 
     Raises ValueError if the file is damaged, FileNotFoundError if there is none.
     """
-    data = checkpoint.read_bytes(path)
+    data = files.read_bytes(path)
     try:
         data = gzip.decompress(data) if path.suffix == ".gz" else data
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -217,7 +217,7 @@ def read_last_evaluation(folder: Path) -> list[Episode]:
     path, successes = folder / EVALUATIONS, {"": None, "0": False, "1": True}
     try:
         rows = read_evaluations(path)
-        if any(tuple(row) != COLUMNS for row in rows) or not (rows or checkpoint.read_bytes(path)):
+        if any(tuple(row) != COLUMNS for row in rows) or not (rows or files.read_bytes(path)):
             raise ValueError
         last = [row for row in rows if row["step"] == rows[-1]["step"]]
         return [Episode(float(row["return"]), int(row["length"]), successes[row["success"]]) for row in last]

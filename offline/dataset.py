@@ -16,8 +16,8 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from torch import nn
 
-from common.checkpoint import replacing
 from common.errors import InputError, RunError
+from common.files import replacing
 from common.memory import free_address_space, free_memory, report_out_of_memory
 from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch, ReplayBuffer, pack

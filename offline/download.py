@@ -17,8 +17,8 @@ from pathlib import Path
 from filelock import FileLock
 from tqdm import tqdm
 
-from common.checkpoint import replacing
 from common.errors import InputError, RunError
+from common.files import replacing
 from common.provenance import sha256_of
 
 CHUNK = 2**20

@@ -23,7 +23,7 @@ from minari.namespace import create_namespace, list_local_namespaces
 from minari.storage import get_dataset_path
 from numpy.typing import ArrayLike
 
-from common import checkpoint
+from common import files
 from common.errors import InputError, RunError
 from common.messages import log
 from common.provenance import versions
@@ -255,7 +255,7 @@ def _write_hdf5(path: Path, arrays: dict[str, Array], attributes: dict[str, Any]
             file.create_dataset(name, data=values, compression="gzip", shuffle=True, fletcher32=True)
         file.attrs.update(attributes)
     try:
-        with checkpoint.replacing(path) as out:
+        with files.replacing(path) as out:
             out.write(data.getbuffer())
     except OSError as error:
         raise _no_room(path, error.strerror) from None

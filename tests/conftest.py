@@ -234,8 +234,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file's bytes, without the lock."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    """Every file's bytes, without the lock and the log of errors."""
+    paths = [path for path in folder.rglob("*") if path.name not in (".lock", "errors.log")]
+    return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 def replay_bytes(folder: Path) -> bytes:

@@ -25,8 +25,9 @@ from torch.optim.lr_scheduler import (
 
 from algos.sac import SAC, Args
 from common import checkpoint
-from common.checkpoint import replacing, restore, state_of
+from common.checkpoint import restore, state_of
 from common.errors import InputError
+from common.files import replacing
 from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
@@ -126,9 +127,9 @@ def test_any_damage_is_noticed(tmp_path: Path, seed: int):
 @pytest.mark.parametrize(
     ("where", "error", "reason"),
     [
-        ("common.checkpoint.open_regular", PermissionError(errno.EACCES, "Permission denied"), "permission to read it"),
-        ("common.checkpoint.open_regular", OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        ("common.checkpoint.open_regular", MemoryError(), "does not fit into memory"),
+        ("common.files.open_regular", PermissionError(errno.EACCES, "Permission denied"), "permission to read it"),
+        ("common.files.open_regular", OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        ("common.files.open_regular", MemoryError(), "does not fit into memory"),
         ("torch.load", MemoryError(), "does not fit into memory"),
         ("torch.load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
     ],

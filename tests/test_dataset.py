@@ -368,7 +368,7 @@ class TestMapped:
         (num_bytes, mapped), (same_bytes, in_memory) = memory_taken["mapped"], memory_taken["in memory"]
         assert num_bytes == same_bytes > 75e6
         assert mapped < 0.3 * num_bytes
-        assert in_memory > 0.9 * num_bytes
+        assert in_memory > 0.7 * num_bytes  # the rest is memory that the process had freed before
 
 
 def test_loading_takes_little_more_memory_than_the_buffer(memory_taken: dict[str, tuple[int, int]]) -> None:

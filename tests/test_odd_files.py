@@ -12,9 +12,9 @@ from conftest import arguments_of, flags, module
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from common import checkpoint
-from common.checkpoint import open_regular, read_bytes, replacing
 from common.command_line import command_line
 from common.errors import InputError
+from common.files import open_regular, read_bytes, replacing
 from common.run import Run
 from common.run_folder import lock_of
 

@@ -95,7 +95,7 @@ def test_files_have_the_packages_layout(tmp_path: Path, monkeypatch: pytest.Monk
     """Training and validation data, described; the same command does nothing, another one changes nothing."""
     main(arguments(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {
-        f"{NAME}-v0.npz", f"{NAME}-v0-val.npz", f"{NAME}-v0.json", "results",
+        f"{NAME}-v0.npz", f"{NAME}-v0-val.npz", f"{NAME}-v0.json", f"{NAME}-v0.npz.sha256", "results",
     }  # fmt: skip
     rows = {split: dict(np.load(tmp_path / f"{NAME}-v0{split}.npz")) for split in ("", "-val")}
     for split, episodes in (("", 2), ("-val", 1)):

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import tyro
 
-from common.checkpoint import replacing
 from common.errors import InputError
+from common.files import replacing
 from common.messages import log
 from common.provenance import sha256_of
 from offline.dataset import load

@@ -24,10 +24,10 @@ import torch
 import tyro
 
 from common.arguments import at_least
-from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
 from common.evaluate import Episode, evaluate
+from common.files import replacing
 from common.messages import print_result
 from common.seeding import seeds
 from envs.make import make

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from common.acting import Agent
-from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
+from common.files import replacing
 from common.messages import log, print_result
 from common.seeding import seeds
 from envs.make import action_box, make

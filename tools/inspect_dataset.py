@@ -25,9 +25,9 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
+from common.files import replacing
 from common.messages import print_result
 from offline.dataset import read
 from offline.hdf5 import opened

@@ -36,9 +36,9 @@ import tyro
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
+from common.files import replacing
 from common.messages import log
 from common.provenance import commit, versions
 from common.seeding import seeds

@@ -16,7 +16,7 @@ import torch
 from gymnasium.spaces import flatdim
 from numpy.typing import NDArray
 
-from common import checkpoint
+from common import checkpoint, files
 from common.acting import eval_policy, uniform_actions
 from common.arguments import env_settings, json_object
 from common.errors import InputError
@@ -158,7 +158,7 @@ def read_trained(source: str | Path) -> Trained:
 
 def read_run(folder: Path) -> Trained:
     """Read a run folder. Raise InputError if it is not one, is damaged, or has no checkpoint yet."""
-    if not checkpoint.exists(folder / CONFIG):
+    if not files.exists(folder / CONFIG):
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
     if not has_checkpoint(folder):
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")

@@ -21,7 +21,7 @@ from gymnasium.wrappers.utils import rescale_box
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common import checkpoint
+from common import files
 from common.errors import InputError
 from common.messages import log
 from common.provenance import sha256_of
@@ -110,7 +110,7 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raise InputError if the file is damaged, holds more than tensors, or holds weights that are not finite.
     """
     try:
-        with checkpoint.open_regular(path, "rb") as file:
+        with files.open_regular(path, "rb") as file:
             policy, said = _unpacked(file, "policy.pth", "data")
         if zipfile.is_zipfile(io.BytesIO(policy)):  # PyTorch's files are archives too
             _unpacked(io.BytesIO(policy))

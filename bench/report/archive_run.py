@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError
+from common.files import replacing
 from common.run_folder import (
     CONFIG,
     EVALUATIONS,

@@ -30,9 +30,9 @@ from filelock import Timeout
 from bench.sweep.mps import shared_card
 from bench.sweep.suite import has_more_steps, jobs, read_suite
 from bench.sweep.sweep_task import Job, Outcome, facts, run
-from common.checkpoint import replacing
 from common.command_line import command_line
 from common.errors import InputError, RunError
+from common.files import replacing
 from common.messages import log, print_result
 from common.run_folder import DONE, EVALUATIONS, is_finished, lock_of, mean_by_step, read_config, read_evaluations
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from common.checkpoint import replacing
 from common.cuda import GPU_SHARE_ENV
+from common.files import replacing
 from common.provenance import commit, versions
 from common.run_folder import CONFIG, DONE, EVALUATIONS, LOCK, lock_of
 

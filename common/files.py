@@ -1,0 +1,92 @@
+"""Read and write files that are either complete or absent, and name the file in every error."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from common.errors import InputError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write. It replaces `path` in one step if the block succeeds, and is deleted otherwise."""
+    aside = path.with_name(path.name + ".part")
+    aside.unlink(missing_ok=True)  # a link or a pipe that was put there is removed, and never written through
+    try:
+        with aside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def open_regular(path: Path, mode: str) -> IO[bytes]:
+    """Open a file. Raises OSError for a folder, a pipe, a socket or a device.
+
+    To open a pipe (FIFO) in the usual way would wait for its other end, possibly for ever.
+    """
+    return open(path, mode, opener=_descriptor)
+
+
+def _descriptor(path: str, flags: int) -> int:
+    number = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(number).st_mode
+    if stat.S_ISREG(mode):
+        return number
+    os.close(number)
+    code, reason = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "Is not a regular file")
+    raise OSError(code, reason, path)
+
+
+def sync(folder: Path) -> None:
+    """Sync a folder, so that the creation and renaming of files in it survive a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+def exists(path: Path) -> bool:
+    """Return whether the file exists. Raises InputError if the path cannot be accessed."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return True
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the file's bytes.
+
+    Raises InputError if it cannot be read or does not fit into memory, FileNotFoundError if there is none. Neither
+    means that the content is damaged.
+    """
+    try:
+        with open_regular(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except MemoryError:
+        raise does_not_fit(path) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    allowed = isinstance(error, PermissionError)
+    cure = "give this user permission to read it and its folders" if allowed else "correct that"
+    return InputError(f"{path} cannot be read ({error.strerror}): {cure}, then run the same command again")
+
+
+def does_not_fit(path: Path) -> InputError:
+    """Return the error for a file that is larger than the free memory."""
+    size = path.stat().st_size / 1e6
+    return InputError(f"{path} ({size:,.1f} MB) does not fit into memory: free memory, then run the same command again")
