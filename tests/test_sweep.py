@@ -148,6 +148,32 @@ class TestSuites:
             sweep.execute(Sweep([]), Args("none"))
         assert stop.value.code == 128 + number
 
+    @pytest.mark.parametrize("error", [Exception, ValueError, RuntimeError, ConnectionError])
+    def test_ray_that_does_not_start(self, error: type[Exception], monkeypatch: pytest.MonkeyPatch):
+        """Ray raises a bare Exception on a machine that is too busy."""
+        monkeypatch.setitem(
+            sys.modules, "ray", SimpleNamespace(init=Mock(side_effect=error("timed\nout")), shutdown=Mock())
+        )
+        with pytest.raises(InputError, match=r"^Ray does not start here: timed out: run the same command again$"):
+            sweep.execute(Sweep([]), Args("none"))
+
+    def test_sigterm_while_ray_starts(self):
+        """Ray's handlers ignored it, aborted or exited with another status. Ray's own processes still receive it."""
+        code = (
+            "import os, psutil, ray, signal\nfrom pathlib import Path\n"
+            "from bench.sweep.sweep import Args, Sweep, execute\nfrom ray._private.node import Node\n"
+            "start = Node.start_ray_processes\n"
+            "def signalled(node):\n    os.kill(os.getpid(), signal.SIGTERM)\n    start(node)\n"
+            "    for child in psutil.Process().children():\n"
+            "        status = Path(f'/proc/{child.pid}/status').read_text()\n"
+            "        print(int(status.partition('SigBlk:')[2].split()[0], 16) >> signal.SIGTERM - 1 & 1)\n"
+            "Node.start_ray_processes = signalled\nexecute(Sweep([]), Args('none', cpus=1))"
+        )
+        stopped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert stopped.returncode == 128 + signal.SIGTERM
+        assert stopped.stderr.startswith("stopping the runs")
+        assert set(stopped.stdout.split()) == {"0"}
+
     def test_folders_with_spaces(self, suite):
         path = suite("""
             [[runs]]

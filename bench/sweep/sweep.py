@@ -11,6 +11,7 @@ their last checkpoint. Results are bit-identical to those of the commands run by
 import common.start
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -19,6 +20,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,6 +38,7 @@ from common.files import replacing
 from common.messages import log, print_result
 from common.run_folder import DONE, EVALUATIONS, is_finished, lock_of, mean_by_step, read_config, read_evaluations
 
+NO_RAY = "Ray does not start here"
 KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
 
 
@@ -174,21 +177,17 @@ def execute(sweep: Sweep, args: Args) -> None:
             "num_cpus": args.cpus, "num_gpus": args.gpus, "object_store_memory": 10**8, "include_dashboard": False,
             "_temp_dir": logs,
         } if address == "local" else {}  # fmt: skip
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **embedded)
-        except (ConnectionError, ValueError) as error:
-            if address == "local":
-                raise InputError(f"Ray does not start here: {error}") from error
-            raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
         came: list[int] = []  # signals; Ray raises a KeyboardInterrupt of its own, which does not hold the number
 
         def interrupt(number: int, _: FrameType | None) -> None:
             came.append(number)
             raise KeyboardInterrupt
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
         try:
+            with _sigterm_waits():
+                _start(ray, address, embedded)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, interrupt)
             drive(sweep, ray)
         except KeyboardInterrupt:
             log.info(
@@ -197,10 +196,32 @@ def execute(sweep: Sweep, args: Args) -> None:
             )
             for reference in sweep.running:
                 ray.cancel(reference)
-            ray.wait(list(sweep.running), num_returns=max(1, len(sweep.running)), timeout=120.0)
+            if sweep.running:
+                ray.wait(list(sweep.running), num_returns=len(sweep.running), timeout=120.0)
             raise SystemExit(128 + (came or [signal.SIGINT])[0]) from None
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Deliver a SIGTERM only after the block: Ray's own handlers ignore it, abort or exit with another status."""
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.register_at_fork(after_in_child=unblock)  # Ray's processes, and so the runs, would inherit the block
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        unblock()
+
+
+def _start(ray: Any, address: str, embedded: dict[str, Any]) -> None:
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **embedded)
+    except Exception as error:  # Ray raises a bare Exception on a machine that is too busy
+        if address == "local":
+            raise InputError(f"{NO_RAY}: {' '.join(str(error).split())}: run the same command again") from error
+        raise InputError(f"no Ray cluster answers at {address}, or not to our token: see docs/sweeps.md") from error
 
 
 def drive(sweep: Sweep, ray: Any) -> None:

@@ -1,0 +1,280 @@
+"""Run three commands for hours and interrupt them at random. Their results must equal those of undisturbed commands.
+
+    make soak                                                           # six hours
+    make soak ARGS="--hours 0.2 --between 10 60 --length 0.1"           # a short one
+
+The commands are SAC with three processes of environments, IQL from offline to online, and a sweep of TD3 and PPO.
+Each runs twice at the same time: undisturbed, and with a SIGKILL, SIGTERM or SIGINT every 1 to 10 minutes, after which
+it starts again. When both have ended, their files are compared and the next round begins, with the next seed. Memory
+and open files of every process are measured every 5 seconds.
+
+Ctrl-C stops it, and the same command resumes. The exit status is 1 if a result differs, a command fails, or memory or
+open files grow. The folder then keeps both results.
+"""
+
+import common.start
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.faults.comparison import differences
+from bench.faults.runs import ROOT
+from bench.sweep.sweep import NO_RAY
+from common.arguments import at_least
+from common.command_line import command_line
+from common.errors import InputError, RunError
+from common.files import replacing
+from common.messages import log, print_result
+from common.provenance import commit, versions
+from common.run_folder import DONE
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+PERIOD = 5.0  # seconds between two measurements
+START_UP = 60.0  # seconds until a process has imported what it needs, filled its replay buffer and compiled
+MOST_GROWTH = 1.1  # from the first to the last third of a process's life after its start-up
+STOPPED = {status for number in SIGNALS for status in (-number, 128 + number)}
+KINDS = ("memory", "open files")
+SUITE = "suite.toml"
+
+
+@dataclass(frozen=True)
+class Args:
+    """How long, and how hard."""
+
+    hours: float = 6.0
+    """Time in all, also of earlier calls with the same folder."""
+    between: tuple[float, float] = (60.0, 600.0)
+    """Fewest and most seconds between two signals to a command."""
+    length: float = 1.0
+    """Length of the commands, relative to about 10 minutes of an idle core."""
+    seed: int = 1
+    """Seed of the signals, and of the first round."""
+    folder: Path = Path("soak")
+    """Where the runs are."""
+    json: Path = Path("results/soak.json")
+    """File to write with the counts."""
+
+    def __post_init__(self) -> None:
+        at_least(0, hours=self.hours, between=min(self.between), length=self.length, seed=self.seed)
+
+
+@dataclass
+class Facts:
+    """What is known of a command after all its rounds."""
+
+    rounds: int = 0
+    """Rounds whose two results were equal."""
+    runs: int = 0
+    """Runs in them."""
+    signals: dict[str, int] = field(default_factory=dict)
+    processes: int = 0
+    """Processes that lived for long enough to measure their growth."""
+    growth: dict[str, float] = field(default_factory=dict)
+    """The largest growth of a process, by kind."""
+
+    def add(self, rows: list[tuple[float, ...]]) -> None:
+        """Add a process's measurements: age in s, resident bytes, open files."""
+        settled = [row[1:] for row in rows if row[0] - rows[0][0] > START_UP]
+        if (third := len(settled) // 3) < 10:
+            return
+        self.processes += 1
+        for kind, column in zip(KINDS, zip(*settled, strict=True), strict=True):
+            ratio = statistics.median(column[-third:]) / statistics.median(column[:third])
+            self.growth[kind] = max(ratio, self.growth.get(kind, 0.0))
+
+
+class Side:
+    """A command of which every round runs once."""
+
+    def __init__(self, words: list[str], folder: Path, facts: Facts, luck: random.Random | None, args: Args) -> None:
+        self.words, self.folder, self.facts, self.luck, self.args = words, folder, facts, luck, args
+        self.is_signalled, self.measured = False, defaultdict[tuple[int, float], list[tuple[float, ...]]](list)
+        self.start()
+
+    def start(self) -> None:
+        """Start or resume the round's run."""
+        values = {
+            "folder": self.folder / "run",
+            "seed": self.args.seed + self.facts.rounds,
+            "suite": self.args.folder / SUITE,
+        }
+        line = [sys.executable, *(word.format(**values) for word in self.words)]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "output.txt").open("ab") as output:
+            self.process = psutil.Popen(line, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        self.is_signalled, self.next_signal = False, time.monotonic() + self._interval()
+
+    def _interval(self) -> float:
+        return self.luck.uniform(*self.args.between) if self.luck else float("inf")
+
+    def has_ended(self) -> bool:
+        """Measure the command, send it a signal if one is due, start it again after one. Return whether it has ended.
+
+        Raises RunError if it failed.
+        """
+        status = self.process.poll()
+        if status is None:
+            self._measure()
+            if self.luck and time.monotonic() > self.next_signal:
+                self._send(self.luck.choice(SIGNALS))
+            return False
+        if status == 0:
+            return True
+        text = (self.folder / "output.txt").read_text(errors="replace")[-1000:]
+        is_too_busy = NO_RAY in text.rstrip().rpartition("\n")[2]  # Ray waits for 30 seconds
+        if not (self.is_signalled and status in STOPPED) and not is_too_busy:
+            raise RunError(f"{self.folder} ended with status {status}: {' '.join(text.split())}")
+        self.start()
+        return False
+
+    def _send(self, number: signal.Signals) -> None:
+        self.is_signalled, self.next_signal = True, time.monotonic() + self._interval()
+        self.facts.signals[number.name] = self.facts.signals.get(number.name, 0) + 1
+        if number == signal.SIGKILL:
+            self.kill()
+        else:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the command and its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _measure(self) -> None:
+        for process in (self.process, *_children(self.process)):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                row = time.monotonic(), float(process.memory_info().rss), float(process.num_fds())
+                self.measured[process.pid, process.create_time()].append(row)
+
+    def summarize(self) -> None:
+        """Add the measurements to the facts."""
+        for rows in self.measured.values():
+            self.facts.add(rows)
+        self.measured.clear()
+
+
+def _children(process: psutil.Popen) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+class Pair:
+    """The undisturbed and the disturbed side of a command, in the same round."""
+
+    def __init__(self, name: str, words: list[str], facts: Facts, args: Args) -> None:
+        self.name, self.words, self.facts, self.args = name, words, facts, args
+        self.folder = args.folder / name
+        self.luck = random.Random(f"{args.seed} {name} {facts}")
+        shutil.rmtree(self.folder / "undisturbed", ignore_errors=True)  # the end of an earlier call disturbed it
+        self.start()
+
+    def start(self) -> None:
+        """Start a round on both sides."""
+        self.sides = [
+            Side(self.words, self.folder / side, self.facts, luck, self.args)
+            for side, luck in (("undisturbed", None), ("disturbed", self.luck))
+        ]
+
+    def advance(self) -> None:
+        """Look after both sides. Compare them after their round, and start the next one.
+
+        Raises RunError if a side failed or their results differ.
+        """
+        ended = [side.has_ended() for side in self.sides]
+        if not all(ended):
+            return
+        whole, cut = (side.folder for side in self.sides)
+        runs = [done.parent.relative_to(whole) for done in whole.rglob(DONE)]
+        for run in runs or [Path("no run")]:
+            if differ := differences(cut / run, whole / run):
+                raise RunError(f"{cut / run} differs from {whole / run}: {', '.join(differ)}")
+        for side in self.sides:
+            side.summarize()
+        self.facts.rounds, self.facts.runs = self.facts.rounds + 1, self.facts.runs + len(runs)
+        shutil.rmtree(self.folder)
+        self.start()
+
+
+def commands(length: float, folder: Path) -> dict[str, list[str]]:
+    """Return the commands by name, with places for the run folder and the seed."""
+    steps, suite = str(int(60_000 * length)), folder / SUITE
+    flags = f"--hidden 64 64 --checkpoint-every 1000 --total-steps {steps}"
+    suite.write_text(
+        "".join(
+            f'[[runs]]\nalgo = "{algo}"\nenvs = ["{env}"]\nseeds = 1\nflags = "{flags}{more}"\n'
+            for algo, env, more in (("td3", "Pendulum-v1", " --buffer-size 5000"), ("ppo", "Hopper-v4", ""))
+        )
+    )
+    run = "--seed {seed} --run-dir {folder} --buffer-size 5000 --checkpoint-every 2000 --hidden 64 64"
+    iql = (
+        f"algos/iql.py --dataset tests/pendulum-random.hdf5 --retain mix --offline-steps {steps} --online-steps {steps}"
+    )
+    lines = {
+        "sac": f"algos/sac.py --env Hopper-v4 --num-envs 3 --vectorizer async --total-steps {steps} {run}",
+        "iql": f"{iql} {run}",
+        "sweep": "bench/sweep/sweep.py {suite} --folder {folder} --cpus 1",
+    }
+    return {name: line.split() for name, line in lines.items()}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file in one step."""
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+def main(args: Args) -> None:
+    """Run, interrupt, measure and compare, until the time is over. Write the counts.
+
+    Raises RunError if a result differs, a command fails, or memory or open files grow.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    args = replace(args, folder=args.folder.resolve())
+    args.folder.mkdir(parents=True, exist_ok=True)
+    journal = args.folder / "soak.json"
+    settings = {"seed": args.seed, "between": list(args.between), "length": args.length}
+    before: dict[str, Any] = {"settings": settings, "seconds": 0}
+    if journal.exists():
+        before = json.loads(journal.read_text())
+    if before["settings"] != settings:
+        raise InputError(f"{args.folder} was made by other arguments: give another --folder")
+    lines = commands(args.length, args.folder)
+    facts = {name: Facts(**before.get(name, {})) for name in lines}
+    began, pairs = time.monotonic() - before["seconds"], list[Pair]()
+    try:
+        pairs.extend(Pair(name, words, facts[name], args) for name, words in lines.items())
+        while (seconds := time.monotonic() - began) < 3600 * args.hours:
+            time.sleep(PERIOD)
+            for pair in pairs:
+                pair.advance()
+            before |= {"seconds": round(seconds)} | {name: vars(known) for name, known in facts.items()}
+            write_json(journal, before)
+    finally:
+        for side in (side for pair in pairs for side in pair.sides):
+            side.kill()
+            side.summarize()
+    write_json(args.json, {"commit": commit(), "versions": versions(), **before})
+    print_result(json.dumps(before, indent=1))
+    if grown := [name for name, known in facts.items() if max(known.growth.values(), default=0) > MOST_GROWTH]:
+        raise RunError(f"memory or open files of {', '.join(grown)} grew by more than {MOST_GROWTH - 1:.0%}")
+    log.info(f"{sum(known.rounds for known in facts.values())} rounds are equal")
+
+
+if __name__ == "__main__":
+    command_line(main, Args)
