@@ -59,7 +59,7 @@ class Args:
     between: tuple[float, float] = (60.0, 600.0)
     """Fewest and most seconds between two signals to a command."""
     length: float = 1.0
-    """Length of the commands, relative to about 10 minutes of an idle core."""
+    """Length of the commands, relative to a few minutes of an idle core."""
     seed: int = 1
     """Seed of the signals, and of the first round."""
     folder: Path = Path("soak")
@@ -106,15 +106,13 @@ class Side:
 
     def start(self) -> None:
         """Start or resume the round's run."""
-        values = {
-            "folder": self.folder / "run",
-            "seed": self.args.seed + self.facts.rounds,
-            "suite": self.args.folder / SUITE,
-        }
-        line = [sys.executable, *(word.format(**values) for word in self.words)]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)  # the same names in both, because a config holds them
+        words = (word.format(root=ROOT, seed=self.args.seed + self.facts.rounds) for word in self.words)
         with (self.folder / "output.txt").open("ab") as output:
-            self.process = psutil.Popen(line, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+            self.process = psutil.Popen(
+                [sys.executable, *words], cwd=self.folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
         self.is_signalled, self.next_signal = False, time.monotonic() + self._interval()
 
     def _interval(self) -> float:
@@ -211,26 +209,26 @@ class Pair:
         self.start()
 
 
-def commands(length: float, folder: Path) -> dict[str, list[str]]:
-    """Return the commands by name, with places for the run folder and the seed."""
-    steps, suite = str(int(60_000 * length)), folder / SUITE
-    flags = f"--hidden 64 64 --checkpoint-every 1000 --total-steps {steps}"
-    suite.write_text(
-        "".join(
-            f'[[runs]]\nalgo = "{algo}"\nenvs = ["{env}"]\nseeds = 1\nflags = "{flags}{more}"\n'
-            for algo, env, more in (("td3", "Pendulum-v1", " --buffer-size 5000"), ("ppo", "Hopper-v4", ""))
-        )
-    )
-    run = "--seed {seed} --run-dir {folder} --buffer-size 5000 --checkpoint-every 2000 --hidden 64 64"
-    iql = (
-        f"algos/iql.py --dataset tests/pendulum-random.hdf5 --retain mix --offline-steps {steps} --online-steps {steps}"
-    )
+def commands(length: float) -> dict[str, list[str]]:
+    """Return the commands by name, with places for the repository's root and the seed."""
+    steps = int(20_000 * length)
+    run = "--seed {seed} --run-dir run --buffer-size 5000 --checkpoint-every 2000 --hidden 64 64"
+    phases = f"--retain mix --offline-steps {steps} --online-steps {steps}"
     lines = {
         "sac": f"algos/sac.py --env Hopper-v4 --num-envs 3 --vectorizer async --total-steps {steps} {run}",
-        "iql": f"{iql} {run}",
-        "sweep": "bench/sweep/sweep.py {suite} --folder {folder} --cpus 1",
+        "iql": f"algos/iql.py --dataset {{root}}/tests/pendulum-random.hdf5 {phases} {run}",
+        "sweep": f"bench/sweep/sweep.py ../../{SUITE} --folder run --cpus 1",
     }
-    return {name: line.split() for name, line in lines.items()}
+    return {name: f"{{root}}/{line}".split(" ") for name, line in lines.items()}
+
+
+def suite(length: float) -> str:
+    """Return the sweep's suite, as TOML."""
+    flags = f"--total-steps {int(20_000 * length)} --hidden 64 64 --checkpoint-every 1000"
+    return (
+        f'[[runs]]\nalgo = "td3"\nenvs = ["Pendulum-v1"]\nseeds = 1\nflags = "{flags} --buffer-size 5000"\n'
+        f'[[runs]]\nalgo = "ppo"\nenvs = ["Hopper-v4"]\nseeds = 1\nflags = "{flags}"\n'
+    )
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -254,7 +252,8 @@ def main(args: Args) -> None:
         before = json.loads(journal.read_text())
     if before["settings"] != settings:
         raise InputError(f"{args.folder} was made by other arguments: give another --folder")
-    lines = commands(args.length, args.folder)
+    lines = commands(args.length)
+    (args.folder / SUITE).write_text(suite(args.length))
     facts = {name: Facts(**before.get(name, {})) for name in lines}
     began, pairs = time.monotonic() - before["seconds"], list[Pair]()
     try:
