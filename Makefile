@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets ogbench binary d4rl d3rlpy libraries faults versions
+.PHONY: help setup train test lint bench compare evaluate export report plot site video play speed datasets ogbench binary d4rl d3rlpy libraries faults soak versions
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -81,6 +81,9 @@ libraries: setup $(VENV)-libraries/installed ## check that Minari, d3rlpy and To
 
 faults: setup ## kill runs, damage files and give hostile input (docs/reliability.md; ARGS="--seed 2 --cases 50")
 	$(BIN)/python bench/faults/faults.py $(ARGS)
+
+soak: setup ## interrupt three commands at random for six hours (docs/reliability.md; ARGS="--hours 1 --folder DIR")
+	$(BIN)/python -m bench.faults.soak $(ARGS)
 
 versions: setup ## run the tests with the lowest and the newest versions that pyproject.toml allows (ARGS="-k smoke")
 	$(BIN)/python bench/checks/versions.py $(ARGS)

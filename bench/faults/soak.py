@@ -32,6 +32,7 @@ import psutil
 
 from bench.faults.comparison import differences
 from bench.faults.runs import ROOT
+from bench.report.tables import Table
 from bench.sweep.sweep import NO_RAY
 from common.arguments import at_least
 from common.command_line import command_line
@@ -48,6 +49,8 @@ MOST_GROWTH = 1.1  # from the first to the last third of a process's life after 
 STOPPED = {status for number in SIGNALS for status in (-number, 128 + number)}
 KINDS = ("memory", "open files")
 SUITE = "suite.toml"
+PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "results" / "soak.json"
+START, END = "<!-- soak, by make soak -->\n", "<!-- end of soak -->"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Args:
     folder: Path = Path("soak")
     """Where the runs are."""
     json: Path = Path("results/soak.json")
-    """File to write with the counts."""
+    """File to write with the counts. results/soak.json also remakes docs/reliability.md."""
 
     def __post_init__(self) -> None:
         at_least(0, hours=self.hours, between=min(self.between), length=self.length, seed=self.seed)
@@ -231,6 +234,19 @@ def suite(length: float) -> str:
     )
 
 
+def with_table(text: str, report: dict[str, Any]) -> str:
+    """Return the page with a new table between its markers."""
+    before, rest = text.split(START)
+    table = Table(("command", "rounds", "runs compared", *(s.name for s in SIGNALS), "processes measured", *KINDS))
+    for name in commands(1.0):
+        known = Facts(**report[name])
+        growth = [f"{known.growth[kind]:.3f}" if kind in known.growth else "" for kind in KINDS]
+        signals = [known.signals.get(number.name, 0) for number in SIGNALS]
+        table.rows.append((name, *map(str, (known.rounds, known.runs, *signals, known.processes)), *growth))
+    run = f"{report['seconds'] / 3600:.1f} hours, commit `{report['commit'][:8]}`:\n\n"
+    return f"{before}{START}{run}{table.markdown()}\n{END}{rest.split(END, 1)[1]}"
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace the file in one step."""
     with replacing(path) as file:
@@ -268,7 +284,10 @@ def main(args: Args) -> None:
         for side in (side for pair in pairs for side in pair.sides):
             side.kill()
             side.summarize()
-    write_json(args.json, {"commit": commit(), "versions": versions(), **before})
+    before |= {"commit": commit(), "versions": versions()}
+    write_json(args.json, before)
+    if args.json.resolve() == RESULTS:
+        PAGE.write_text(with_table(PAGE.read_text(), before))
     print_result(json.dumps(before, indent=1))
     if grown := [name for name, known in facts.items() if max(known.growth.values(), default=0) > MOST_GROWTH]:
         raise RunError(f"memory or open files of {', '.join(grown)} grew by more than {MOST_GROWTH - 1:.0%}")

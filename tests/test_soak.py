@@ -1,0 +1,98 @@
+"""The soak test notices what it exists for: other results, failed commands, and growing memory and open files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.faults import soak
+from bench.faults.soak import Args, Facts, main
+from common.errors import InputError, RunError
+
+# A run is a file with a number. It resumes from the last line of "progress".
+RUN = """
+import os, random, signal, sys, time
+from pathlib import Path
+Path("run").mkdir(exist_ok=True)
+progress = Path("run/progress")
+done = len(progress.read_text()) if progress.exists() else 0
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+for step in range(done, 15):
+    time.sleep(0.1)
+    progress.write_text("." * (step + 1))
+{end}
+Path("run/DONE").write_text("done")
+"""
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that soaks a small program, which ends with some lines, and returns the counts."""
+    monkeypatch.setattr(soak, "PERIOD", 0.1)
+
+    def run(end: str = "", seconds: float = 8.0, **changed: float) -> dict[str, dict]:
+        monkeypatch.setattr(soak, "commands", lambda _: {"small": ["-c", RUN.replace("{end}", end)]})
+        values = {"hours": seconds / 3600, "between": (0.3, 0.6), "folder": tmp_path / "soak"} | changed
+        main(Args(**values, json=tmp_path / "soak.json"))
+        return json.loads((tmp_path / "soak.json").read_text())
+
+    return run
+
+
+def test_equal_results_are_counted_and_the_same_command_resumes(quick):
+    """Also what was counted before, of which the time is a part."""
+    first = quick(seconds=7)["small"]
+    assert first["rounds"] >= 1
+    assert sum(first["signals"].values()) >= 2
+    second = quick(seconds=11)
+    assert 11 <= second["seconds"] < 14
+    assert second["small"]["rounds"] > first["rounds"]
+    with pytest.raises(InputError, match="was made by other arguments: give another --folder"):
+        quick(seed=2)
+
+
+def test_another_result_is_an_error(quick, tmp_path: Path):
+    """Both results stay where they are."""
+    with pytest.raises(RunError, match=r"small/disturbed/run differs from .*small/undisturbed/run: result$"):
+        quick('print(random.random(), file=open("run/result", "w"))', seconds=60)
+    assert len(list((tmp_path / "soak").rglob("result"))) == 2
+
+
+def test_a_run_that_is_missing_is_an_error(quick):
+    with pytest.raises(RunError, match=r"disturbed/no run differs|differs from"):
+        quick('if Path.cwd().name == "disturbed": sys.exit(0)', seconds=60)
+
+
+def test_a_command_that_fails_is_an_error(quick):
+    with pytest.raises(RunError, match=r"disturbed ended with status 3: no luck$"):
+        quick('print("no luck"); sys.exit(3)', seconds=60)
+
+
+def test_an_exit_status_of_signals_without_a_signal_is_an_error(quick):
+    with pytest.raises(RunError, match="undisturbed ended with status 143"):
+        quick("sys.exit(143)", seconds=60, between=(1e6, 1e6))
+
+
+def test_a_machine_too_busy_for_ray_is_no_error(quick):
+    """The command starts again."""
+    counts = quick('print("sweep.py: Ray does not start here: timed out"); sys.exit(2)', seconds=4)
+    assert counts["small"]["rounds"] == 0
+
+
+def test_growth_is_that_of_one_process_after_its_start():
+    """A process that is too young says nothing."""
+    facts = Facts()
+    facts.add([(5.0 * step, 1.0, 1.0) for step in range(40)])
+    assert facts.processes == 0
+    facts.add([(100 + 5.0 * step, 50.0 if step < 12 else 100.0 + step, 7.0) for step in range(73)])
+    assert (facts.processes, facts.growth["open files"]) == (1, 1.0)
+    first, last = 100 + 22.5, 100 + 62.5  # medians of steps 13 to 32 and 53 to 72
+    assert facts.growth["memory"] == pytest.approx(last / first)
+
+
+def test_growing_memory_is_an_error(quick, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "START_UP", 0.0)
+    grow = "kept = []\nfor _ in range(60):\n    kept.append(b'x' * 2**20)\n    time.sleep(0.1)"
+    with pytest.raises(RunError, match="memory or open files of small grew by more than 10%"):
+        quick(grow, seconds=9, between=(1e6, 1e6))
