@@ -158,6 +158,12 @@ def updates_of(agent: Any) -> Callable[[Batch, bool], Any]:
     return lambda b, _: agent.step(minibatch(*(getattr(b, name, b.rewards) for name in minibatch._fields)))
 
 
+def modes_of(agent: Any) -> tuple[bool, ...]:
+    """The second arguments with which the update differs."""
+    _, *changing = (hint for name, hint in get_type_hints(agent.update).items() if name != "return")
+    return (False, True) if bool in changing else (False,)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., RunArgs]:
     """Arguments of a run of seconds, in a folder of this test's."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     ALGORITHMS,
+    EXAMPLE,
     OFFLINE,
     PENDULUM,
     ROOT,
@@ -59,8 +60,7 @@ def test_terminations_alone_cut_the_bootstrap_of_what_is_stored(small: Callable[
     assert stored(args.run_dir).terminations.tolist() == [0, 0, 0, 1, 0, 1] * 2
 
 
-@with_a_buffer
-@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize(("algo", "num_envs"), [(EXAMPLE, 1), *((algo, 3) for algo in with_flag("buffer_size"))])
 def test_overlap_chooses_actions_before_the_last_updates(
     algo: str, num_envs: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

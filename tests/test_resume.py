@@ -277,7 +277,8 @@ def test_a_longer_run_with_a_refused_checkpoint_changes_nothing(reason: str, sma
 
 def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch: pytest.MonkeyPatch):
     """As a notebook keeps the failed one alive; and what the process did at Ctrl-C it does again behind a run."""
-    add, before = ReplayBuffer.add, signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before := signal.default_int_handler)  # another failed run may have left its own
+    add = ReplayBuffer.add
 
     def failing(buffer: ReplayBuffer, *transitions: Any) -> None:
         if buffer.added == 150:
