@@ -157,6 +157,19 @@ class TestSuites:
         with pytest.raises(InputError, match=r"^Ray does not start here: timed out: run the same command again$"):
             sweep.execute(Sweep([]), Args("none"))
 
+    def test_sigterm_while_ray_fails_to_start(self, monkeypatch: pytest.MonkeyPatch):
+        """The signal counts, and neither the error nor the handler that Ray has set."""
+
+        def init(*_: object, **__: object) -> None:
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise Exception("timed out")
+
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=Mock()))
+        with pytest.raises(SystemExit) as stop:
+            sweep.execute(Sweep([]), Args("none"))
+        assert stop.value.code == 128 + signal.SIGTERM
+
     def test_sigterm_while_ray_starts(self):
         """Ray's handlers ignored it, aborted or exited with another status. Ray's own processes still receive it."""
         code = (

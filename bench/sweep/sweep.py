@@ -185,9 +185,11 @@ def execute(sweep: Sweep, args: Args) -> None:
 
         try:
             with _sigterm_waits():
-                _start(ray, address, embedded)
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, interrupt)
+                try:
+                    _start(ray, address, embedded)
+                finally:
+                    for number in (signal.SIGINT, signal.SIGTERM):
+                        signal.signal(number, interrupt)
             drive(sweep, ray)
         except KeyboardInterrupt:
             log.info(
