@@ -80,6 +80,11 @@ def test_a_machine_too_busy_for_ray_is_no_error(quick):
     assert counts["small"]["rounds"] == 0
 
 
+def test_a_command_that_does_not_stop_is_an_error(quick):
+    with pytest.raises(RunError, match="disturbed did not end after two signals"):
+        quick("signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN); time.sleep(60)", seconds=60)
+
+
 def test_growth_is_that_of_one_process_after_its_start():
     """A process that is too young says nothing."""
     facts = Facts()

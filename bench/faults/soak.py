@@ -8,8 +8,8 @@ Each runs twice at the same time: undisturbed, and with a SIGKILL, SIGTERM or SI
 it starts again. When both have ended, their files are compared and the next round begins, with the next seed. Memory
 and open files of every process are measured every 5 seconds.
 
-Ctrl-C stops it, and the same command resumes. The exit status is 1 if a result differs, a command fails, or memory or
-open files grow. The folder then keeps both results.
+Ctrl-C stops it, and the same command resumes. The exit status is 1 if a result differs, a command fails or does not
+end, or memory or open files grow. The folder then keeps both results.
 """
 
 import common.start
@@ -104,7 +104,7 @@ class Side:
 
     def __init__(self, words: list[str], folder: Path, facts: Facts, luck: random.Random | None, args: Args) -> None:
         self.words, self.folder, self.facts, self.luck, self.args = words, folder, facts, luck, args
-        self.is_signalled, self.measured = False, defaultdict[tuple[int, float], list[tuple[float, ...]]](list)
+        self.measured = defaultdict[tuple[int, float], list[tuple[float, ...]]](list)
         self.start()
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class Side:
                 [sys.executable, *words], cwd=self.folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
-        self.is_signalled, self.next_signal = False, time.monotonic() + self._interval()
+        self.signals, self.next_signal = 0, time.monotonic() + self._interval()
 
     def _interval(self) -> float:
         return self.luck.uniform(*self.args.between) if self.luck else float("inf")
@@ -136,13 +136,15 @@ class Side:
             return True
         text = (self.folder / "output.txt").read_text(errors="replace")[-1000:]
         is_too_busy = NO_RAY in text.rstrip().rpartition("\n")[2]  # Ray waits for 30 seconds
-        if not (self.is_signalled and status in STOPPED) and not is_too_busy:
+        if not (self.signals and status in STOPPED) and not is_too_busy:
             raise RunError(f"{self.folder} ended with status {status}: {' '.join(text.split())}")
         self.start()
         return False
 
     def _send(self, number: signal.Signals) -> None:
-        self.is_signalled, self.next_signal = True, time.monotonic() + self._interval()
+        if self.signals == 2:  # the second stops a command at once
+            raise RunError(f"{self.folder} did not end after two signals")
+        self.signals, self.next_signal = self.signals + 1, time.monotonic() + self._interval()
         self.facts.signals[number.name] = self.facts.signals.get(number.name, 0) + 1
         if number == signal.SIGKILL:
             self.kill()
