@@ -102,12 +102,14 @@ class KeptPolicies:
         self._best_path = self._folder / f"best{SUFFIX}"
 
     def require_whole(self) -> None:
-        """Raise InputError if the best policy so far is damaged: without a better one, the run would end with it."""
+        """Raise InputError if the best policy so far is damaged or gone: the run would end with another one."""
         if self._best_path.exists():
             try:
                 read_policy(self._best_path)
             except InputError as error:
                 raise InputError(f"{error}\n{checkpoint.RESTORE_OR_RESTART}") from None
+        elif (self._folder / f"last{SUFFIX}").exists():  # which is written after the first best one
+            raise InputError(f"{self._best_path} is missing: {checkpoint.RESTORE_OR_RESTART}")
 
     def keep(self, agent: Agent, policy: Act, obs: NDArray[Any], returns: list[float], step: int) -> None:
         """Write the policy after its evaluation at `step`, which evaluations.csv has already. obs: [n, obs_dim].
@@ -122,7 +124,7 @@ class KeptPolicies:
             self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
         self._folder.mkdir(exist_ok=True)
-        for name in ["last", "best"] if mean > self._best else ["last"]:
+        for name in ["best", "last"] if mean > self._best else ["last"]:
             write_policy(self._folder / f"{name}{SUFFIX}", agent, self._names, facts)
         self._best = max(mean, self._best)
 

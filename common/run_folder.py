@@ -133,8 +133,9 @@ def require_unchanged(folder: Path) -> None:
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
     for name, written in wanted.items():
-        if files.exists(folder / name) and checksum(folder / name) != written:
-            raise InputError(f"{folder / name} has changed since the run ended: {RESTORE_FINISHED}")
+        path = folder / name
+        if checksum(path) != written if files.exists(path) else path.is_symlink():  # a link to nothing is no absence
+            raise InputError(f"{path} has changed since the run ended: {RESTORE_FINISHED}")
 
 
 def read_config(folder: Path, otherwise: str) -> dict[str, Any]:

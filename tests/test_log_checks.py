@@ -119,6 +119,17 @@ def test_no_bit_of_the_mark_of_the_end_may_change(finished: Path) -> None:
     require_unchanged(finished)
 
 
+def test_a_log_that_is_a_link_to_nothing_has_changed(finished: Path) -> None:
+    """Unlike one that is absent, which is not missed."""
+    log, kept = finished / "metrics.csv", finished / "kept"
+    log.rename(kept)
+    require_unchanged(finished)
+    log.symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"metrics\.csv has changed since the run ended"):
+        require_unchanged(finished)
+    kept.rename(log)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '"done"', "[" * 100_000])
 def test_a_damaged_mark_of_the_end_is_named(content: str, finished: Path) -> None:
     path = finished / "DONE"

@@ -14,8 +14,8 @@ from conftest import agent_of, arguments_of, every_algorithm, flags, killed_at, 
 from safetensors.torch import save_file
 
 from common.acting import eval_policy
-from common.errors import InputError
-from common.policy_file import load_into, names_for_acting, read_policy
+from common.errors import InputError, RunError
+from common.policy_file import load_into, names_for_acting, read_policy, write_policy
 from common.run_folder import mean_by_step, read_evaluations
 from tools.policies import load_policy, read_trained
 
@@ -93,20 +93,38 @@ def test_kills_change_no_policy(tmp_path: Path) -> None:
     assert not list((tmp_path / "killed" / "policy").glob("*.part"))
 
 
-@pytest.mark.parametrize("damage", ["appended", "folder"])
+@pytest.mark.parametrize("damage", ["appended", "folder", "deleted"])
 def test_a_damaged_best_policy_is_named_before_a_run_resumes(small: Callable[..., Any], damage: str) -> None:
     """The run would end with it, if no later policy is better. Nothing is trained, and the cure is a run's."""
     args = small(total_steps=400, eval_every=100)
     folder = module("sac").train(args).folder
     path, logs = folder / "policy" / "best.safetensors", (folder / "metrics.csv").read_bytes()
-    if damage == "folder":
-        path.unlink()
-        path.mkdir()
-    else:
+    if damage == "appended":
         path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(InputError, match=r"best\.safetensors .*\n.*--run-dir"):
+    else:
+        path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    with pytest.raises(InputError, match=r"(?s)best\.safetensors .*--run-dir"):
         module("sac").train(dataclasses.replace(args, total_steps=500))
     assert (folder / "metrics.csv").read_bytes() == logs
+
+
+def test_an_end_between_the_two_files_is_resumed(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first evaluation, whose last policy is written after the best one."""
+    args = small(total_steps=100, eval_every=50, checkpoint_every=20)
+
+    def stop(path: Path, *rest: Any) -> None:
+        if path.name == "last.safetensors":
+            raise RunError("stopped")
+        write_policy(path, *rest)
+
+    monkeypatch.setattr("common.policy_file.write_policy", stop)
+    with pytest.raises(RunError, match="stopped"):
+        module("sac").train(args)
+    monkeypatch.undo()
+    assert [path.name for path in (args.run_dir / "policy").iterdir()] == ["best.safetensors"]
+    assert module("sac").train(args).folder == args.run_dir
 
 
 def test_without_evaluations_there_is_no_policy_file(small: Callable[..., Any]) -> None:
