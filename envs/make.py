@@ -98,6 +98,14 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         ends = is_true("termination", termination, self._name), is_true("truncation", truncation, self._name)
         return self._shaped(obs), number("reward", reward, self._name), *ends, told
 
+    def close(self) -> None:
+        try:
+            self.env.close()
+        except (MemoryError, Stopped):
+            raise
+        except (Exception, SystemExit) as error:  # no result depends on it
+            log.warning(f"{self._name} failed to close: {reason(error)}")
+
     def _shaped(self, obs: Any) -> Array:
         try:
             shaped = np.array(obs, np.float32)

@@ -64,7 +64,9 @@ SPACES: dict[str, Any] = {
     "equal bounds": Box(np.zeros(3, np.float32), np.zeros(3, np.float32)),
 }  # fmt: skip
 OTHERS = ("process exits", "process is killed", "slow close", "close fails", "slow step", "no fault")
-HARMLESS = {"x: slow close", "x: slow step", "x: no fault"} | {f"spaces change: {name}" for name in SPACES}
+HARMLESS = {"x: slow close", "x: close fails", "x: slow step", "x: no fault"} | {
+    f"spaces change: {name}" for name in SPACES
+}
 HARMLESS |= {f"observation space: {name}" for name in ("infinite Box", "integer Box", "equal bounds")}
 HARMLESS |= {"reset gives: info None"}  # a run does not read it
 
