@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import mujoco
@@ -588,3 +589,12 @@ def test_time_limit_truncates_and_failure_terminates() -> None:
             break
     assert termination
     assert not truncation
+
+
+@pytest.mark.parametrize("error", [ValueError("stuck"), SystemExit(3)])
+def test_an_environment_that_does_not_close(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning, because no result depends on it."""
+    env = make("Pendulum-v1")
+    env.unwrapped.close = Mock(side_effect=error)
+    env.close()
+    assert capsys.readouterr().err == f"warning: Pendulum-v1 failed to close: {type(error).__name__} {error}\n"
