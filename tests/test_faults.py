@@ -145,3 +145,9 @@ def test_an_unknown_case_is_refused(name: str):
 def test_the_page_has_the_table_of_the_last_run():
     text = faults.PAGE.read_text()
     assert faults.with_table(text, json.loads(faults.RESULTS.read_text())) == text
+
+
+def test_the_file_names_a_failure_without_the_paths_of_a_machine():
+    text = f'Traceback:\n  File "{faults.ROOT}/envs/make.py"\nValueError: no {faults.ROOT}/tests/a.hdf5\n\n'
+    assert faults.last_line(text) == "ValueError: no tests/a.hdf5"
+    assert not [each for each in json.loads(faults.RESULTS.read_text())["failures"] if "/site-packages/" in str(each)]

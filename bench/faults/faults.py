@@ -158,6 +158,11 @@ def table(counts: dict[str, dict[str, dict[str, int]]]) -> Table:
     return found
 
 
+def last_line(text: str) -> str:
+    """Return the last line, which names the error, without this machine's paths."""
+    return text.strip().rpartition("\n")[2].replace(f"{ROOT}/", "")
+
+
 def with_table(text: str, report: dict[str, Any]) -> str:
     """Return the page with a new table between its markers."""
     before, rest = text.split(START)
@@ -180,7 +185,7 @@ def main(args: Args) -> None:
             "seed": args.seed, "cases": args.cases, "commit": commit(), "versions": versions(),
             "seconds": round(time.monotonic() - started), "counts": counts,
             "failures": [
-                {"case": case.name, "fault": what, "outcome": verdict.outcome, "seen": verdict.seen}
+                {"case": case.name, "fault": what, "outcome": verdict.outcome, "seen": last_line(verdict.seen)}
                 for case, what, verdict in failures
             ],
         }  # fmt: skip
