@@ -2,11 +2,12 @@
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from common.errors import InputError
 
@@ -25,6 +26,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         aside.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a JSON file in one step. Make its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def open_regular(path: Path, mode: str) -> IO[bytes]:

@@ -134,7 +134,9 @@ def require_unchanged(folder: Path) -> None:
         raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
     for name, written in wanted.items():
         path = folder / name
-        if checksum(path) != written if files.exists(path) else path.is_symlink():  # a link to nothing is no absence
+        # A link to nothing is no absence.
+        is_changed = checksum(path) != written if files.exists(path) else path.is_symlink()
+        if is_changed:
             raise InputError(f"{path} has changed since the run ended: {RESTORE_FINISHED}")
 
 

@@ -276,7 +276,7 @@ def test_a_longer_run_with_a_refused_checkpoint_changes_nothing(reason: str, sma
 
 
 def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch: pytest.MonkeyPatch):
-    """As a notebook keeps the failed one alive; and what the process did at Ctrl-C it does again behind a run."""
+    """As a notebook keeps the failed one alive; and what the process did at Ctrl-C it does again after a run."""
     signal.signal(signal.SIGINT, before := signal.default_int_handler)  # another failed run may have left its own
     add = ReplayBuffer.add
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults import soak
-from bench.faults.soak import Args, Facts, main
+from bench.faults.soak import Args, Counts, main
 from common.errors import InputError, RunError
 
 # A run is a file with a number. It resumes from the last line of "progress".
@@ -40,7 +40,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_equal_results_are_counted_and_the_same_command_resumes(quick):
+def test_equal_results_are_counted_and_the_same_command_resumes(quick, monkeypatch: pytest.MonkeyPatch):
     """Also what was counted before, of which the time is a part."""
     first = quick(seconds=7)["small"]
     assert first["rounds"] >= 1
@@ -48,8 +48,12 @@ def test_equal_results_are_counted_and_the_same_command_resumes(quick):
     second = quick(seconds=11)
     assert 11 <= second["seconds"] < 14
     assert second["small"]["rounds"] > first["rounds"]
-    with pytest.raises(InputError, match="was made by other arguments: give another --folder"):
+    refusal = "was made by other arguments or another commit: give another --folder"
+    with pytest.raises(InputError, match=refusal):
         quick(seed=2)
+    monkeypatch.setattr(soak, "commit", lambda: "another")  # whose configs would differ
+    with pytest.raises(InputError, match=refusal):
+        quick()
 
 
 def test_another_result_is_an_error(quick, tmp_path: Path):
@@ -87,13 +91,23 @@ def test_a_command_that_does_not_stop_is_an_error(quick):
 
 def test_growth_is_that_of_one_process_after_its_start():
     """A process that is too young says nothing."""
-    facts = Facts()
-    facts.add([(5.0 * step, 1.0, 1.0) for step in range(40)])
-    assert facts.processes == 0
-    facts.add([(100 + 5.0 * step, 50.0 if step < 12 else 100.0 + step, 7.0) for step in range(73)])
-    assert (facts.processes, facts.growth["open files"]) == (1, 1.0)
+    counts = Counts()
+    counts.add([(5.0 * step, 1.0, 1.0) for step in range(40)])
+    assert counts.processes == 0
+    counts.add([(100 + 5.0 * step, 50.0 if step < 12 else 100.0 + step, 7.0) for step in range(73)])
+    assert (counts.processes, counts.growth["open files"]) == (1, 1.0)
     first, last = 100 + 22.5, 100 + 62.5  # medians of steps 13 to 32 and 53 to 72
-    assert facts.growth["memory"] == pytest.approx(last / first)
+    assert counts.growth["memory"] == pytest.approx(last / first)
+
+
+def test_the_table_of_the_page():
+    """A row for each command, between the markers."""
+    known = {"rounds": 3, "runs": 6, "signals": {"SIGKILL": 4}, "processes": 2, "growth": {"memory": 1.01234}}
+    report = {"seconds": 5400, "settings": {"commit": "0123456789"}} | dict.fromkeys(soak.commands(1.0), known)
+    page = soak.with_table(soak.PAGE.read_text(), report)
+    assert "1.5 hours, commit `01234567`:" in page
+    assert page.count("| 3 | 6 | 4 | 0 | 0 | 2 | 1.012 |") == 3
+    assert soak.with_table(page, report) == page
 
 
 def test_growing_memory_is_an_error(quick, monkeypatch: pytest.MonkeyPatch):

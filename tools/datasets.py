@@ -21,7 +21,7 @@ from typing import NamedTuple
 import tyro
 
 from common.errors import InputError
-from common.files import replacing
+from common.files import write_json
 from common.messages import log
 from common.provenance import sha256_of
 from offline.dataset import load
@@ -98,9 +98,7 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
         out = written
         log.info(f"{path} differs from the dataset of the published results: its description is in {out}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as file:
-        file.write((json.dumps(found, indent=1) + "\n").encode())
+    write_json(out, found)
 
 
 def _check(path: Path, sha256: str) -> None:

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from common.command_line import command_line
 from common.errors import InputError, RunError
-from common.files import replacing
+from common.files import replacing, write_json
 from common.messages import log
 from common.provenance import commit, versions
 from common.seeding import seeds
@@ -188,12 +188,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         raise InputError(f"{path} is damaged: give another --folder") from None
     return found
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def save(path: Path, rows: Rows) -> None:

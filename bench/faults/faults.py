@@ -10,7 +10,6 @@ docs/reliability.md describes the classes and the outcomes. The exit status is 1
 
 import common.start
 
-import json
 import os
 import shutil
 import tempfile
@@ -29,6 +28,7 @@ from bench.report.tables import Table
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
+from common.files import write_json
 from common.messages import log, print_result
 from common.provenance import commit, versions
 
@@ -189,7 +189,7 @@ def main(args: Args) -> None:
                 for case, what, verdict in failures
             ],
         }  # fmt: skip
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.json, report)
         if args.json.resolve() == RESULTS:
             PAGE.write_text(with_table(PAGE.read_text(), report))
     if failures:

@@ -37,7 +37,7 @@ from bench.sweep.sweep import NO_RAY
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
-from common.files import replacing
+from common.files import write_json
 from common.messages import log, print_result
 from common.provenance import commit, versions
 from common.run_folder import DONE
@@ -75,7 +75,7 @@ class Args:
 
 
 @dataclass
-class Facts:
+class Counts:
     """What is known of a command after all its rounds."""
 
     rounds: int = 0
@@ -102,15 +102,15 @@ class Facts:
 class Side:
     """A command of which every round runs once."""
 
-    def __init__(self, words: list[str], folder: Path, facts: Facts, luck: random.Random | None, args: Args) -> None:
-        self.words, self.folder, self.facts, self.luck, self.args = words, folder, facts, luck, args
+    def __init__(self, words: list[str], folder: Path, counts: Counts, luck: random.Random | None, args: Args) -> None:
+        self.words, self.folder, self.counts, self.luck, self.args = words, folder, counts, luck, args
         self.measured = defaultdict[tuple[int, float], list[tuple[float, ...]]](list)
         self.start()
 
     def start(self) -> None:
         """Start or resume the round's run."""
         self.folder.mkdir(parents=True, exist_ok=True)  # the same names in both, because a config holds them
-        words = (word.format(root=ROOT, seed=self.args.seed + self.facts.rounds) for word in self.words)
+        words = (word.format(root=ROOT, seed=self.args.seed + self.counts.rounds) for word in self.words)
         with (self.folder / "output.txt").open("ab") as output:
             self.process = psutil.Popen(
                 [sys.executable, *words], cwd=self.folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -145,7 +145,7 @@ class Side:
         if self.signals == 2:  # the second stops a command at once
             raise RunError(f"{self.folder} did not end after two signals")
         self.signals, self.next_signal = self.signals + 1, time.monotonic() + self._interval()
-        self.facts.signals[number.name] = self.facts.signals.get(number.name, 0) + 1
+        self.counts.signals[number.name] = self.counts.signals.get(number.name, 0) + 1
         if number == signal.SIGKILL:
             self.kill()
         else:
@@ -164,9 +164,9 @@ class Side:
                 self.measured[process.pid, process.create_time()].append(row)
 
     def summarize(self) -> None:
-        """Add the measurements to the facts."""
+        """Add the measurements to the counts."""
         for rows in self.measured.values():
-            self.facts.add(rows)
+            self.counts.add(rows)
         self.measured.clear()
 
 
@@ -180,17 +180,17 @@ def _children(process: psutil.Popen) -> list[psutil.Process]:
 class Pair:
     """The undisturbed and the disturbed side of a command, in the same round."""
 
-    def __init__(self, name: str, words: list[str], facts: Facts, args: Args) -> None:
-        self.name, self.words, self.facts, self.args = name, words, facts, args
+    def __init__(self, name: str, words: list[str], counts: Counts, args: Args) -> None:
+        self.name, self.words, self.counts, self.args = name, words, counts, args
         self.folder = args.folder / name
-        self.luck = random.Random(f"{args.seed} {name} {facts}")
+        self.luck = random.Random(f"{args.seed} {name} {counts}")
         shutil.rmtree(self.folder / "undisturbed", ignore_errors=True)  # the end of an earlier call disturbed it
         self.start()
 
     def start(self) -> None:
         """Start a round on both sides."""
         self.sides = [
-            Side(self.words, self.folder / side, self.facts, luck, self.args)
+            Side(self.words, self.folder / side, self.counts, luck, self.args)
             for side, luck in (("undisturbed", None), ("disturbed", self.luck))
         ]
 
@@ -209,7 +209,7 @@ class Pair:
                 raise RunError(f"{cut / run} differs from {whole / run}: {', '.join(differ)}")
         for side in self.sides:
             side.summarize()
-        self.facts.rounds, self.facts.runs = self.facts.rounds + 1, self.facts.runs + len(runs)
+        self.counts.rounds, self.counts.runs = self.counts.rounds + 1, self.counts.runs + len(runs)
         shutil.rmtree(self.folder)
         self.start()
 
@@ -241,18 +241,12 @@ def with_table(text: str, report: dict[str, Any]) -> str:
     before, rest = text.split(START)
     table = Table(("command", "rounds", "runs compared", *(s.name for s in SIGNALS), "processes measured", *KINDS))
     for name in commands(1.0):
-        known = Facts(**report[name])
+        known = Counts(**report[name])
         growth = [f"{known.growth[kind]:.3f}" if kind in known.growth else "" for kind in KINDS]
         signals = [known.signals.get(number.name, 0) for number in SIGNALS]
         table.rows.append((name, *map(str, (known.rounds, known.runs, *signals, known.processes)), *growth))
-    run = f"{report['seconds'] / 3600:.1f} hours, commit `{report['commit'][:8]}`:\n\n"
+    run = f"{report['seconds'] / 3600:.1f} hours, commit `{report['settings']['commit'][:8]}`:\n\n"
     return f"{before}{START}{run}{table.markdown()}\n{END}{rest.split(END, 1)[1]}"
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file in one step."""
-    with replacing(path) as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
 def main(args: Args) -> None:
@@ -264,36 +258,36 @@ def main(args: Args) -> None:
     args = replace(args, folder=args.folder.resolve())
     args.folder.mkdir(parents=True, exist_ok=True)
     journal = args.folder / "soak.json"
-    settings = {"seed": args.seed, "between": list(args.between), "length": args.length}
+    settings = {"seed": args.seed, "between": list(args.between), "length": args.length, "commit": commit()}
     before: dict[str, Any] = {"settings": settings, "seconds": 0}
     if journal.exists():
         before = json.loads(journal.read_text())
     if before["settings"] != settings:
-        raise InputError(f"{args.folder} was made by other arguments: give another --folder")
+        raise InputError(f"{args.folder} was made by other arguments or another commit: give another --folder")
     lines = commands(args.length)
     (args.folder / SUITE).write_text(suite(args.length))
-    facts = {name: Facts(**before.get(name, {})) for name in lines}
+    counts = {name: Counts(**before.get(name, {})) for name in lines}
     began, pairs = time.monotonic() - before["seconds"], list[Pair]()
     try:
-        pairs.extend(Pair(name, words, facts[name], args) for name, words in lines.items())
+        pairs.extend(Pair(name, words, counts[name], args) for name, words in lines.items())
         while (seconds := time.monotonic() - began) < 3600 * args.hours:
             time.sleep(PERIOD)
             for pair in pairs:
                 pair.advance()
-            before |= {"seconds": round(seconds)} | {name: vars(known) for name, known in facts.items()}
+            before |= {"seconds": round(seconds)} | {name: vars(known) for name, known in counts.items()}
             write_json(journal, before)
     finally:
         for side in (side for pair in pairs for side in pair.sides):
             side.kill()
             side.summarize()
-    before |= {"commit": commit(), "versions": versions()}
+    before["versions"] = versions()
     write_json(args.json, before)
     if args.json.resolve() == RESULTS:
         PAGE.write_text(with_table(PAGE.read_text(), before))
     print_result(json.dumps(before, indent=1))
-    if grown := [name for name, known in facts.items() if max(known.growth.values(), default=0) > MOST_GROWTH]:
+    if grown := [name for name, known in counts.items() if max(known.growth.values(), default=0) > MOST_GROWTH]:
         raise RunError(f"memory or open files of {', '.join(grown)} grew by more than {MOST_GROWTH - 1:.0%}")
-    log.info(f"{sum(known.rounds for known in facts.values())} rounds are equal")
+    log.info(f"{sum(known.rounds for known in counts.values())} rounds are equal")
 
 
 if __name__ == "__main__":
