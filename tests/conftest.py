@@ -57,6 +57,12 @@ OFFLINE = tuple(algo for algo in ALGORITHMS if issubclass(module(algo).Args, Off
 every_algorithm = pytest.mark.parametrize("algo", ALGORITHMS)
 
 
+def some(*algos: str) -> list[str]:
+    """These algorithms, for a test whose cases are long and much alike; every one with ONRAMP_TESTS=all."""
+    everything = os.environ.get("ONRAMP_TESTS") == "all"
+    return [algo for algo in ALGORITHMS if everything or algo in algos]
+
+
 def with_flag(*names: str) -> list[str]:
     """The algorithms that have all of these flags."""
     return [algo for algo in ALGORITHMS if all(hasattr(module(algo).Args, name) for name in names)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import agent_of, every_algorithm, final_state, module, replay_bytes, same, updates_of, with_flag
+from conftest import ALGORITHMS, agent_of, final_state, module, replay_bytes, same, some, updates_of, with_flag
 from cpu_graph import CPUGraph
 from formulas import make_batch, parameters
 from torch import Tensor
@@ -40,8 +40,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[GraphedFunction[Any]]:
     return made
 
 
-@every_algorithm
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("algo", "overlap"), [*((algo, False) for algo in ALGORITHMS), *((algo, True) for algo in some("sac", "wsrl"))]
+)
 def test_a_captured_run_equals_an_eager_one(
     algo: str, overlap: bool, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[GraphedFunction[Any]]
 ):
@@ -235,7 +236,7 @@ def test_a_buffer_must_fit_into_what_is_left_of_the_share(free: int, expected: i
     assert free_memory(torch.device("cuda")) == expected
 
 
-@every_algorithm
+@pytest.mark.parametrize("algo", some("sac", "ppo", "fql", "wsrl"))
 def test_a_compiled_update_equals_an_eager_one(algo: str, monkeypatch: pytest.MonkeyPatch):
     """To rounding, a hundred of them, in float64: in float32 Adam's first steps make a whole step, of either sign, of a
     gradient that is mere rounding. As traced; with the compiler's own kernels on a GPU.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, PENDULUM, agent_of, final_state, module, same, stored, updates_of, with_flag
+from conftest import OFFLINE, PENDULUM, agent_of, final_state, module, same, some, stored, updates_of, with_flag
 from formulas import make_batch
 
 from algos.sac import SAC
@@ -134,7 +134,7 @@ def test_statistics_are_in_the_policy_file(algo: str, small: Callable[..., Any])
     assert final_state(folder)["agent"]["obs_normalizer"]["mean"].abs().max() > 0.01
 
 
-@each_online
+@pytest.mark.parametrize("algo", some("sac"))
 def test_a_recorded_update_reads_the_statistics_of_the_moment(algo: str) -> None:
     """They change between updates, so they must not be constants of the recorded graph."""
     agent = with_statistics(algo)
