@@ -6,11 +6,16 @@ policy that the critics train has one step, and imitation holds it close to the 
     python algos/fql.py --dataset cube-single-play-singletask-task2-v0
     python algos/fql.py --dataset antmaze-large-play-v2 --online-steps 1000000
     python algos/fql.py --dataset data/mine.hdf5 --env Hopper-v4 --alpha 3 --normalize-q
+    python algos/fql.py --dataset cube-double-play-singletask-task2-v0 --chunk 5 --extraction best-of-n
+
+With --chunk h it acts in chunks of h actions, and its critics value chunks. This is QC-FQL, and QC with
+--extraction best-of-n: Li, Zhou and Levine 2025, "Reinforcement Learning with Action Chunking", arXiv 2507.07969.
 
 Differences from the authors' code, none of which changes a loss:
 - Each network has its own Adam. With no parameter in common and no clipping, that equals one Adam over all.
 - The target critics follow the critics after their step, not before it.
 - Evaluation draws the same noise each time.
+- In a chunk, a termination ends the sum of rewards. In QC's code later rewards count (docs/chunks.md).
 """
 
 import common.start
@@ -43,6 +48,15 @@ class Args(OfflineArgs):
     # From data to online
     offline_steps: NonNegativeInt = BY_DOMAIN
     """Updates on the dataset alone. With --init-from, the default is 0."""
+
+    # Acting
+    chunk: int = 1
+    """h: actions that the policy plans at once. They are executed without another look."""
+    extraction: Literal["one-step", "best-of-n"] = "one-step"
+    """How to act. one-step: by the policy that is distilled from the flow. best-of-n: by the one of several samples of
+    the flow that the critics value most (QC)."""
+    samples: int = 32
+    """With --extraction best-of-n: the number of samples."""
 
     # Networks
     hidden: tuple[int, ...] = (512, 512, 512, 512)
@@ -131,6 +145,7 @@ class FQL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
+        action_dim = args.chunk * action_dim  # from here on, an action is a chunk
         self.process = Flow(args.flow_steps)
         self.flow = Velocity(obs_dim, action_dim, args.hidden, args.flow_steps, initializer).to(device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
@@ -146,40 +161,57 @@ class FQL:
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
 
-    def noise(self, obs: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.randn((len(obs), self.action_dim), generator=generator, device=self.device)
+    def noise(self, obs: Tensor, generator: torch.Generator, *samples: int) -> Tensor:
+        return torch.randn((*samples, len(obs), self.action_dim), generator=generator, device=self.device)
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return one value [batch] of the critics' [critics, batch]."""
+        return values.amin(0) if self.args.q_aggregation == "min" else values.mean(0)
+
+    def choose(self, obs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return actions [batch, action_dim], clipped: of the one-step policy, or the best of the flow's."""
+        if self.args.extraction == "one-step":
+            chosen: Tensor = self.actor(obs, self.noise(obs, generator))
+            return chosen.clamp(-1.0, 1.0)
+        noise = self.noise(obs, generator, self.args.samples)
+        actions = self.process.sample(partial(self.flow, obs), noise, generator)
+        best = self.joined(self.critic(obs, actions)).argmax(0).view(1, -1, 1).expand(1, -1, self.action_dim)
+        return actions.gather(0, best).squeeze(0)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Return actions [n, action_dim] for obs [n, obs_dim], which are always samples.
 
-        If `deterministic`, each call draws the same noise unless a generator is given.
+        With --chunk h, action_dim is that of h actions, one after another. If `deterministic`, each call draws the same
+        noise unless a generator is given.
         """
         generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
-        actions: Tensor = self.actor(self.obs_normalizer(obs), self.noise(obs, generator))
-        return actions.clamp(-1.0, 1.0)
+        return self.choose(self.obs_normalizer(obs), generator)
 
     def eval_policy(self) -> Act:
         """Return the policy, which samples, with noise of its own that is the same in every evaluation."""
         return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the squared Bellman error, with next actions of the one-step policy (L_Q)."""
+        """Return the squared Bellman error, with the policy's next actions (L_Q).
+
+        Chunks: Q(s, a₁…a_h) ← Σ γⁱ r + γʰ Q̄(s₊ₕ, ·). The rewards are summed in the batch. Those that pass the end of
+        their episode do not count.
+        """
         with torch.no_grad():
-            next_actions = self.actor(batch.next_obs, self.noise(batch.obs, self.generator)).clamp(-1.0, 1.0)
-            next_values = self.target_critic(batch.next_obs, next_actions)
-            next_value = next_values.amin(0) if self.args.q_aggregation == "min" else next_values.mean(0)
+            next_actions = self.choose(batch.next_obs, self.generator)
+            next_value = self.joined(self.target_critic(batch.next_obs, next_actions))
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
-            target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
+            target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
-        loss = (values - target).square().mean()
+        loss = (batch.whole * (values - target).square()).mean()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def flow_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the flow's error on the batch's actions: ‖v(s, (1 - t) x + t a, t) - (a - x)‖² (L_Flow)."""
         noise = self.noise(batch.obs, self.generator)
         errors = self.process.errors(partial(self.flow, batch.obs), batch.actions, noise, self.generator)
-        loss = errors.square().mean()  # over dimensions too: α is tuned for it
+        loss = (batch.valid_actions * errors.square()).mean()  # over dimensions too: α is tuned for it
         return loss, {"losses/flow": loss.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -202,8 +234,10 @@ class FQL:
         # move last, because the policy's backward pass needs their weights.
         critic_loss, critic_metrics = self.critic_loss(batch)
         flow_loss, flow_metrics = self.flow_loss(batch)
-        actor_loss, actor_metrics = self.actor_loss(batch)
-        self.actor_optimizer.minimize(actor_loss)
+        actor_metrics: Metrics = {}
+        if self.args.extraction == "one-step":
+            actor_loss, actor_metrics = self.actor_loss(batch)
+            self.actor_optimizer.minimize(actor_loss)
         self.flow_optimizer.minimize(flow_loss)
         self.critic_optimizer.minimize(critic_loss)
         self.update_target_critic()
@@ -214,7 +248,7 @@ class FQL:
 def train(args: Args) -> Result:
     args = with_presets(args, presets_for(args))
     run = Run("fql", args)
-    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift))
+    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), chunk=(args.chunk, args.gamma))
     rollout = data.rollout()
     agent = FQL(args, rollout.obs_dim, rollout.action_dim, run.device)
     data.dataset.fit(agent.obs_normalizer)
@@ -226,7 +260,7 @@ def train(args: Args) -> Result:
     for step in run.steps():
         # Act: after pre-training
         if step > 0:
-            data.add(rollout.step(policy(rollout.obs), meanwhile=update.flush))
+            data.add(rollout.step(rollout.act(policy), meanwhile=update.flush))
 
         # Learn
         for _ in range(data.updates_due(step, args.utd)):

@@ -5,6 +5,10 @@ Ball, Smith, Kostrikov and Levine 2023, "Efficient Online Reinforcement Learning
     python algos/rlpd.py --dataset halfcheetah-expert-v2
     python algos/rlpd.py --dataset antmaze-large-diverse-v2
     python algos/rlpd.py --dataset data/mine.hdf5 --env Hopper-v4 --utd 4
+    python algos/rlpd.py --dataset scene-play-singletask-task2-v0 --chunk 5
+
+With --chunk h it acts in chunks of h actions, and its critics value chunks (RLPD-AC): Li, Zhou and Levine 2025,
+"Reinforcement Learning with Action Chunking", arXiv 2507.07969.
 
 The choices are those of the authors' code:
 - Each of the 20 critic updates per step has its own batch, half online data and half from the dataset.
@@ -52,6 +56,10 @@ class Args(OfflineArgs):
     """Environment steps with uniform random actions before the first online update."""
     utd: int = 20
     """Critic updates for each environment step, each on a new batch. The actor is updated once, on the last batch."""
+
+    # Acting
+    chunk: int = 1
+    """h: actions that the policy plans at once. They are executed without another look."""
 
     # Networks
     hidden: tuple[int, ...] = BY_DOMAIN
@@ -113,6 +121,7 @@ class RLPD:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
+        action_dim = args.chunk * action_dim  # from here on, an action is a chunk
         self.actor = Actor(obs_dim, action_dim, args, initializer).to(device)
         critic = mlp([obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, layer_norm=True)
         self.critic = Critic(glorot(critic, initializer)).to(device)
@@ -128,7 +137,10 @@ class RLPD:
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean."""
+        """Return actions [n, action_dim] for obs [n, obs_dim]: samples of the policy, or tanh of its mean.
+
+        With --chunk h, action_dim is that of h actions, one after another.
+        """
         policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
@@ -139,18 +151,24 @@ class RLPD:
 
     @torch.no_grad()
     def target(self, batch: Batch) -> Tensor:
-        """Return y = r + γ (min_{i ∈ Z} Q̄_i(s', a') - α log π(a'|s')), Z the critics drawn: [batch] (algorithm 1)."""
+        """Return y = r + γ (min_{i ∈ Z} Q̄_i(s', a') - α log π(a'|s')), Z the critics drawn: [batch] (algorithm 1).
+
+        Chunks: r is Σ γⁱ r of h transitions, and γ is γʰ.
+        """
         next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
         next_value = self.target_critic(batch.next_obs, next_actions, self.subset()).amin(0)
         if self.args.backup_entropy:
             next_value = next_value - self.log_alpha.exp() * next_log_prob
         # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
-        return batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_value
+        return batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the squared Bellman error, the mean over critics and batch."""
+        """Return the squared Bellman error, the mean over critics and batch.
+
+        Chunks that pass the end of their episode do not count.
+        """
         values = self.critic(batch.obs, batch.actions)
-        loss = (values - self.target(batch)).square().mean()
+        loss = (batch.whole * (values - self.target(batch)).square()).mean()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
@@ -185,7 +203,10 @@ class RLPD:
 def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("rlpd", args)
-    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), online_batch=args.utd * args.batch_size)
+    data = OfflineToOnline(
+        args, run, RewardTransform(shift=args.reward_shift), online_batch=args.utd * args.batch_size,
+        chunk=(args.chunk, args.gamma),
+    )  # fmt: skip
     rollout = data.rollout()
     agent = RLPD(args, rollout.obs_dim, rollout.action_dim, run.device)
     data.dataset.fit(agent.obs_normalizer)
@@ -199,7 +220,7 @@ def train(args: Args) -> Result:
         # Act
         if step > 0:
             random = rollout.steps < args.random_steps
-            actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
+            actions = rollout.random_actions(agent.generator) if random else rollout.act(policy)
             data.add(rollout.step(actions, meanwhile=update.flush))
 
         # Learn

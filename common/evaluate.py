@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.spaces import flatdim
 from numpy.typing import NDArray
 
 from common.errors import RunError
@@ -28,7 +29,8 @@ class Episode(NamedTuple):
 def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) -> list[Episode]:
     """Run one episode in each environment, all stepped together.
 
-    `act` maps obs [n, obs_dim] to actions [n, action_dim]. Every call resets with the same seeds, so only the
+    `act` maps obs [n, obs_dim] to actions [n, action_dim], or to plans [n, h · action_dim] of the next h actions, which
+    are executed one after another. Every call resets with the same seeds, so only the
     policy differs between evaluations. They keep no state and do not affect training. Raises RunError if an episode
     does not end, or if a reward or `info["return"]` is not finite.
     """
@@ -37,10 +39,12 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
     obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), np.int64)
     successes: list[bool | None] = [None] * len(envs)
-    running = np.arange(len(envs))
+    running, plans = np.arange(len(envs)), np.empty((0, 0, 0), np.float32)
     while len(running):
         going_on = np.ones(len(running), bool)
-        for k, (i, action) in enumerate(zip(running.tolist(), act(obs[running]), strict=True)):
+        if not plans.size:  # all running episodes are in the same step, and so in the same place of their plans
+            plans = act(obs[running]).reshape(len(running), -1, flatdim(envs[0].action_space))
+        for k, (i, action) in enumerate(zip(running.tolist(), plans[:, 0], strict=True)):
             obs[i], reward, terminated, truncated, info = envs[i].step(action)
             returns[i] = info.get("return", returns[i] + float(reward))
             lengths[i] += 1
@@ -54,7 +58,7 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])
             going_on[k] = not (terminated or truncated)
-        running = running[going_on]
+        running, plans = running[going_on], plans[going_on, 1:]
         if len(running) and lengths[running[0]] >= MAX_EPISODE_STEPS:  # all running episodes have this length
             raise RunError(
                 f"an evaluation episode did not end in {MAX_EPISODE_STEPS:,} steps: "

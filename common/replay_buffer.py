@@ -19,6 +19,7 @@ from common.files import open_regular, read_bytes, sync
 from common.memory import free_memory
 from common.schema import Schema
 from common.tracing import cut
+from common.windows import Windows
 
 
 class Batch(NamedTuple):
@@ -28,6 +29,10 @@ class Batch(NamedTuple):
     bootstraps. returns_to_go [batch] is the discounted sum of rewards to the episode's end (Cal-QL), or None if the
     buffer has none. next_actions [batch, action_dim] are the dataset's actions at next_obs (ReBRAC), NaN after an
     episode's last transition, or None if they are not asked for.
+
+    Of windows of h transitions, obs are those of the first and next_obs those of the last, actions are [batch,
+    h · action_dim], rewards are discounted sums, and terminations are 1 if one of the h terminated. valid [batch, h] is
+    0 beyond the episode's end, where the window repeats its last transition.
     """
 
     obs: Tensor
@@ -37,6 +42,19 @@ class Batch(NamedTuple):
     terminations: Tensor
     returns_to_go: Tensor | None = None
     next_actions: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor | float:
+        """1 for each window that does not pass its episode's end [batch]. 1 if the batch has no windows."""
+        return 1.0 if self.valid is None else self.valid[:, -1]
+
+    @property
+    def valid_actions(self) -> Tensor | float:
+        """1 for each number in `actions` of a valid transition, with their shape. 1 if the batch has no windows."""
+        if self.valid is None:
+            return 1.0
+        return self.valid.repeat_interleave(self.actions.shape[1] // self.valid.shape[1], 1)
 
     def map_obs(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with `function` applied to obs and next_obs."""
@@ -75,9 +93,9 @@ class ReplayBuffer(Part):
     """Ring of `capacity` transitions. When it is full, the oldest are overwritten.
 
     A row is obs | action | reward | next_obs | termination, so that a batch is one gather. `returns_to_go` adds a
-    column. next_obs is stored because a lookup in the next row fails in three cases: at time limits, with several
-    environments, and at overwritten rows. Bytes: 4 · capacity · (2 obs_dim + action_dim + 2), 168 MB for a million
-    transitions of HalfCheetah.
+    column, and so does `starts`, which is 1 for the first transition of an episode. next_obs is stored because a lookup
+    in the next row fails in three cases: at time limits, with several environments, and at overwritten rows. Bytes:
+    4 · capacity · (2 obs_dim + action_dim + 2), 168 MB for a million transitions of HalfCheetah.
 
     A `file` of such rows is mapped, not loaded. Rows that are read come from the disk and may leave memory again. Rows
     that are added stay in memory and are never written to the file.
@@ -94,11 +112,14 @@ class ReplayBuffer(Part):
         device: torch.device | str = "cpu",
         file: Path | None = None,
         returns_to_go: bool = False,
+        starts: bool = False,
     ) -> None:
         """Allocate the rows or map `file`. Raises InputError if memory is too small or `device` cannot map files."""
         self.capacity, self.obs_dim, self.action_dim = capacity, obs_dim, action_dim
         self.device = torch.device(device)
-        self.widths: tuple[int, ...] = (obs_dim, action_dim, 1, obs_dim, 1) + (1,) * returns_to_go
+        self.widths: tuple[int, ...] = (obs_dim, action_dim, 1, obs_dim, 1) + (1,) * (returns_to_go + starts)
+        self.has_starts = starts
+        self.windows: Windows | None = None  # how `at` and `sample` cut windows
         self.file = file
         if file is not None:
             self.rows = self._mapped(file)
@@ -112,6 +133,7 @@ class ReplayBuffer(Part):
                 )
             self.rows = torch.zeros(capacity, sum(self.widths), device=self.device)
         self.size = torch.zeros((), dtype=torch.int64, device=self.device)  # len(self), for code on the device
+        self.head = torch.zeros_like(self.size)  # the row that is overwritten next
         self.added = 0
         self._saved = 0  # how many of them the checkpoint holds
         self._segments: list[_Segment] = []
@@ -129,6 +151,7 @@ class ReplayBuffer(Part):
     def added(self, added: int) -> None:
         self._added = added
         self.size.fill_(len(self))
+        self.head.fill_(added % self.capacity)
 
     def __len__(self) -> int:
         return min(self.added, self.capacity)
@@ -143,13 +166,15 @@ class ReplayBuffer(Part):
         rewards: ArrayLike,
         next_obs: ArrayLike,
         terminations: ArrayLike,
-        *returns_to_go: ArrayLike,
+        *further: ArrayLike,
     ) -> None:
         """Add n transitions in order, one from each environment, as arrays [n, dim] or [n].
 
+        `further` are returns-to-go or starts, if the buffer has them.
+
         Raises InputError if shapes do not fit, RunError if a number is not finite.
         """
-        rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations, *returns_to_go)
+        rows = pack(self.widths, self.added, obs, actions, rewards, next_obs, terminations, *further)
         self._put(self.added, torch.from_numpy(rows))
         self.added += len(rows)
 
@@ -158,8 +183,25 @@ class ReplayBuffer(Part):
         return self.at(uniform(self.size, batch_size, generator))
 
     def at(self, where: Tensor) -> Batch:
-        """Return the transitions in the rows `where` [batch], an integer tensor on the buffer's device."""
+        """Return the transitions in the rows `where` [batch], an integer tensor on the buffer's device.
+
+        With `windows`, they are windows that begin there.
+        """
+        if self.windows is None:
+            return self._rows_at(where)
+        rows, is_valid = self.windows.rows(where, self.head)
+        valid, each = is_valid.to(self.rows.dtype), self._rows_at(rows.flatten())
+        of_window = [len(where), self.windows.length]
+        rewards, terminations = (part.view(of_window) for part in (each.rewards, each.terminations))
+        discounted, terminated = self.windows.discounted(rewards, terminations, valid)
+        obs, next_obs = (part.view(*of_window, -1) for part in (each.obs, each.next_obs))
+        return Batch(obs[:, 0], each.actions.reshape(len(where), -1), discounted, next_obs[:, -1], terminated,
+                     valid=valid)  # fmt: skip
+
+    def _rows_at(self, where: Tensor) -> Batch:
         obs, actions, rewards, next_obs, *rest = self.rows.index_select(0, where).split(self.widths, dim=1)
+        if self.has_starts:
+            rest.pop()
         return Batch(obs, actions, rewards.squeeze(1), next_obs, *(part.squeeze(1) for part in rest))
 
     def save(self, folder: Path) -> dict[str, Any]:

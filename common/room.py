@@ -49,4 +49,5 @@ def _needs(args: RunArgs, device: torch.device) -> Iterator[tuple[str, int, torc
     for name in ("batch_size", "minibatch_size"):
         rows = size(name) * size("cql_actions")
         yield f"--{name.replace('_', '-')}", rows * max(widest, size("width")) * NUMBER, device
+    yield "--samples", size("samples") * max(widest, size("width")) * NUMBER, device
     yield "--rollout-steps", size("rollout_steps") * size("num_envs") * NUMBER, device

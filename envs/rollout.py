@@ -14,6 +14,7 @@ from common.arguments import RunArgs
 from common.checkpoint import RESTORE_OR_RESTART, Part
 from common.errors import InputError, require_finite
 from common.evaluate import Act, Episode, evaluate
+from common.plans import Plans
 from common.schema import Schema
 from common.seeding import seeds
 from common.timings import Timings
@@ -49,6 +50,7 @@ class Rollout(Part):
 
     schema: ClassVar[Schema] = {
         "envs": [{str: object}], "steps": int, "returns": [float], "lengths": [int], "finished": [(float, int)],
+        "plans?": [np.ndarray],
     }  # fmt: skip
 
     def __init__(self, env: str, args: RunArgs, settings: dict[str, Any] | None = None) -> None:
@@ -68,11 +70,16 @@ class Rollout(Part):
         self.exact = [True] * args.num_envs  # whether `load` restored each environment bit for bit
         self._returns, self._lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         self._finished: list[tuple[float, int]] = []  # return and length of episodes since the last `statistics`
+        self._plans = Plans(args.num_envs, self.action_dim)
         self._timings = Timings()
 
     def reset(self) -> None:
         """Start the first episodes."""
         self.obs, _ = self.envs.reset()
+
+    def act(self, policy: Act) -> Array:
+        """Return each environment's next action, for a policy that plans several at once (`Plans.act`)."""
+        return self._plans.act(policy, self.obs)
 
     def step(self, actions: Array, meanwhile: Callable[[], None] = nothing) -> Transitions:
         """Step every environment and return what happened. `meanwhile` runs first, or while other processes step.
@@ -91,6 +98,7 @@ class Rollout(Part):
         if dones.any():
             self._finished += zip(self._returns[dones].tolist(), self._lengths[dones].tolist(), strict=True)
             self._returns[dones], self._lengths[dones] = 0.0, 0
+            self._plans.drop(dones)
             self.obs, _ = self.envs.reset(options={"reset_mask": dones})
         return transitions
 
@@ -132,6 +140,7 @@ class Rollout(Part):
             "returns": self._returns.tolist(),
             "lengths": self._lengths.tolist(),
             "finished": [list(episode) for episode in self._finished],
+            "plans": self._plans.left,
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -145,12 +154,14 @@ class Rollout(Part):
         self.steps = state["steps"]
         self._returns[:], self._lengths[:] = state["returns"], state["lengths"]
         self._finished = [(return_, length) for return_, length in state["finished"]]
+        self._plans.left = state.get("plans", self._plans.left)
         self.discard_unfinished_episodes(self.exact)
 
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:
-        """Forget the statistics of episodes that were not restored exactly (`exact` [num_envs]): new ones started."""
+        """Forget what belongs to episodes that were not restored exactly (`exact` [num_envs]): new ones started."""
         restarted = np.logical_not(exact)
         self._returns[restarted], self._lengths[restarted] = 0.0, 0
+        self._plans.drop(restarted)
 
     def close(self) -> None:
         """Close the environments and end their processes."""

@@ -101,6 +101,16 @@ class Dataset(Episodes):
             to_go[np.repeat(failed, self.lengths)] = failure / (1.0 - gamma)
         return to_go.astype(np.float32)
 
+    def is_cut_while_negative(self, gamma: float) -> bool:
+        """Return whether the last 1/(1 - gamma) rewards before some truncation sum to less than 0.
+
+        The returns-to-go there exceed the true values, because their sum ends and the rewards would not.
+        """
+        horizon = round(1.0 / max(1.0 - gamma, 1e-9))
+        sums = np.append(0.0, self.column("rewards").cumsum(dtype=np.float64))
+        tails = sums[self.ends] - sums[np.maximum(self.starts, self.ends - horizon)]
+        return bool((self.truncations[self.ends - 1] & (tails < 0)).any())
+
     def next_actions(self) -> NDArray[np.float32]:
         """Return the episode's next action after each transition: [n, action_dim], NaN after its last one."""
         following = np.roll(self.column("actions"), -1, axis=0)

@@ -31,7 +31,7 @@ from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
 from offline.environments import domain
 from offline.rewards import IDENTITY, RewardTransform
-from offline.sampling import concatenated, even_order, selected, weighted_rows
+from offline.sampling import concatenated, cut_windows, even_order, selected, weighted_rows
 from offline.scores import reference, scorer
 
 Array = NDArray[np.float32]
@@ -149,6 +149,7 @@ class OfflineToOnline(checkpoint.Part):
         "unfinished": [np.ndarray],
         "rewards": [float],
         "buffer": ReplayBuffer.schema,
+        "starts?": [bool],
     }
 
     def __init__(
@@ -164,6 +165,7 @@ class OfflineToOnline(checkpoint.Part):
         online_returns: bool = True,
         online_batch: int | None = None,
         wait_for_full_batch: bool = True,
+        chunk: tuple[int, float] = (1, 1.0),
     ) -> None:
         """Load the dataset. `rewards` and `normalize_returns` are those of `offline.dataset.load`.
 
@@ -173,8 +175,9 @@ class OfflineToOnline(checkpoint.Part):
         `Dataset.next_actions`. `online_returns`: false if returns-to-go are needed only before the switch.
         `online_batch`: size of an online batch, by default `args.batch_size`. `wait_for_full_batch`: the first online
         update waits for more transitions than it takes, as in WSRL. Else half of the first batches is one transition.
+        `chunk`: batches are of windows of that many transitions, with that discount factor (`Batch`).
 
-        Raises InputError as `load` does, and if the dataset's environment is unknown.
+        Raises InputError as `load` does, and if the dataset's environment is unknown or no episode has a window.
         """
         self.args, self._algo, self._folder = args, run.algo, run.folder
         self.dataset = dataset = load(
@@ -188,8 +191,11 @@ class OfflineToOnline(checkpoint.Part):
         capacity = min(args.buffer_size, args.online_steps + args.num_envs)
         self.online_returns = online_returns and discount is not None
         self.online = ReplayBuffer(
-            capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns
+            capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns, starts=chunk[0] > 1
         )
+        self._starts = [True] * args.num_envs  # whether the next transition is the first of its episode
+        if chunk[0] > 1:
+            cut_windows(dataset, self.online, *chunk, args.num_envs)
         self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
         columns: dict[str, Array] = {}  # of the dataset's transitions, in addition to the buffer's
@@ -228,7 +234,7 @@ class OfflineToOnline(checkpoint.Part):
             f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
             f"evaluated in {self.env}"
         )
-        if self._bounds_exceed_values():
+        if self.discount is not None and self.failure is None and dataset.is_cut_while_negative(self.discount):
             log.warning(
                 "rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
                 "if every step without success pays the same, give that reward as --failure-reward"
@@ -292,20 +298,11 @@ class OfflineToOnline(checkpoint.Part):
                 theirs[name]["param_groups"] = state["param_groups"]
         checkpoint.restore(agent, theirs, f"{folder}'s networks do not fit: give another --init-from, or its flags")
 
-    def _bounds_exceed_values(self) -> bool:
-        """Return whether rewards before some truncation are negative: their sum ends there, the true value does not."""
-        if self.discount is None or self.failure is not None:
-            return False
-        data, horizon = self.dataset, round(1.0 / max(1.0 - self.discount, 1e-9))
-        sums = np.append(0.0, data.column("rewards").cumsum(dtype=np.float64))
-        tails = sums[data.ends] - sums[np.maximum(data.starts, data.ends - horizon)]
-        return bool((data.truncations[data.ends - 1] & (tails < 0)).any())
-
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the new online transitions. Return what a checkpoint needs besides them."""
         unfinished = [np.array(rows, np.float32) for rows in self._unfinished]
         state = {"dataset": self._fingerprint, "unfinished": unfinished, "rewards": list(self.dataset.rewards)}
-        return state | {"buffer": self.online.save(folder)}
+        return state | {"buffer": self.online.save(folder), "starts": self._starts}
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Restore what `save` returned and wrote. Raises InputError if the run began with another dataset."""
@@ -316,6 +313,7 @@ class OfflineToOnline(checkpoint.Part):
             )
         self.online.load(folder, state["buffer"])
         self._unfinished = [list(rows) for rows in state["unfinished"]]
+        self._starts = state.get("starts", self._starts)
 
     def drop_old(self, folder: Path) -> None:
         """Delete the files of online transitions that only earlier states need."""
@@ -325,8 +323,9 @@ class OfflineToOnline(checkpoint.Part):
         """Add online transitions, one of each environment, with raw rewards."""
         obs, actions, rewards, next_obs, terminations, truncations = transitions
         scaled = obs, actions, self.dataset.rewards(rewards), next_obs, terminations
+        starts, self._starts = self._starts, np.logical_or(terminations, truncations).tolist()
         if not self.online_returns:
-            self.online.add(*scaled)
+            self.online.add(*scaled, *[starts] * self.online.has_starts)
             return
         for i, row in enumerate(pack(self.online.widths[:5], self.online.added, *scaled)):
             self._unfinished[i].append(row)
@@ -349,6 +348,7 @@ class OfflineToOnline(checkpoint.Part):
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:
         """Forget the unfinished episodes of those environments [num_envs] that were not restored exactly."""
         self._unfinished = [rows if whole else [] for rows, whole in zip(self._unfinished, exact, strict=True)]
+        self._starts = [start or not whole for start, whole in zip(self._starts, exact, strict=True)]
 
     def _online_share(self, batch_size: int) -> int:
         """Return how many transitions of an online batch are online ones, at least."""

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import InputError
 from common.messages import log
-from common.replay_buffer import Batch
+from common.replay_buffer import Batch, ReplayBuffer
+from common.windows import Windows
 from offline.dataset import Dataset
 
 
@@ -32,6 +34,20 @@ class WeightedRows:
 def weighted_rows(dataset: Dataset, weighting: str, temperature: float) -> WeightedRows | None:
     """Return what draws the dataset's rows, or None for `--weighting none`. Raises InputError as `Dataset.weights`."""
     return None if weighting == "none" else WeightedRows(dataset, weighting, temperature)
+
+
+def cut_windows(dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int) -> None:
+    """Make both give windows of `length` transitions. `online` has a column of starts.
+
+    Raises InputError if every episode of the dataset is shorter.
+    """
+    if dataset.lengths.max() < length:
+        raise InputError(f"no episode of {dataset.id} has {length} transitions: give a smaller --chunk")
+    data = dataset.buffer
+    starts = torch.zeros(data.capacity, device=data.device)
+    starts[torch.from_numpy(dataset.starts).to(data.device)] = 1.0
+    data.windows = Windows(length, gamma, 1, starts)
+    online.windows = Windows(length, gamma, num_envs, online.rows[:, -1])
 
 
 def even_order(*counts: int) -> Tensor:

@@ -35,7 +35,7 @@ def make_agent(double: bool = True, **changed: Any) -> FQL:
         for name in ("flow", "actor", "critic"):
             setattr(agent, f"{name}_optimizer", Adam(getattr(agent, name).parameters(), 1e-3))
         draw = agent.noise
-        agent.noise = lambda obs, generator: draw(obs, generator).double()
+        agent.noise = lambda *given: draw(*given).double()
     return agent
 
 

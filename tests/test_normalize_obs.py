@@ -138,7 +138,7 @@ def test_statistics_are_in_the_policy_file(algo: str, small: Callable[..., Any])
 def test_a_recorded_update_reads_the_statistics_of_the_moment(algo: str) -> None:
     """They change between updates, so they must not be constants of the recorded graph."""
     agent = with_statistics(algo)
-    batch, _ = batch_of(agent)
+    batch = batch_of(agent)[0]._replace(valid=torch.ones(32, 1))
     recording = Recording(lambda *parts: updates_of(agent)(Batch(*parts), True), batch, agent)
     for _ in range(3):
         agent.obs_normalizer.update(batch.obs * 3.0)

@@ -49,7 +49,8 @@ def random_batch(seed: int) -> Batch:
     torch.manual_seed(seed)
     batch = Batch(*(part.float() for part in make_batch(32)[:5]))
     moved = batch._replace(obs=batch.obs + torch.randn(32, 3), rewards=batch.rewards + torch.randn(32))
-    return moved._replace(returns_to_go=moved.rewards - 3.0, next_actions=moved.actions.flip(0))
+    moved = moved._replace(returns_to_go=moved.rewards - 3.0, next_actions=moved.actions.flip(0))
+    return moved._replace(valid=torch.ones(32, 1))
 
 
 @every_algorithm

@@ -30,6 +30,7 @@ from common.arguments import at_least, json_object
 from common.command_line import command_line
 from common.errors import Finished, InputError, require_finite
 from common.messages import log
+from common.plans import Plans
 from common.provenance import commit, versions
 from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
@@ -226,17 +227,19 @@ def _roll_out(
     floats = [np.empty((counts[0], n, *shape), np.float32) for shape in ([obs_dim], [action_dim], [], [obs_dim])]
     data = Transitions(*floats, *(np.zeros((counts[0], n), bool) for _ in range(3)))
     starts = first + np.cumsum([0, *counts[:-1]])
+    plans = Plans(n, action_dim)
     obs, info = envs.reset()
     for step in range(counts[0]):
         rows = step + starts[: min(n, transitions - step * n)]
         infos.add(0, rows, info)
-        actions = policy(obs)
+        actions = plans.act(policy, obs)
         next_obs, rewards, terminations, truncations, info = envs.step(actions)
         require_finite(step * n, obs=next_obs, rewards=rewards)
         infos.add(1, rows, info)
         for values, new in zip(data, (obs, actions, rewards, next_obs, terminations, truncations), strict=False):
             values[step] = new
         dones = terminations | truncations
+        plans.drop(dones)
         obs, info = envs.reset(options={"reset_mask": dones}) if dones.any() else (next_obs, {})
         progress.update(len(rows))
     for i, count in enumerate(counts):

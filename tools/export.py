@@ -3,9 +3,10 @@
     make export RUN=runs/sac__Hopper-v4__1
     python -m tools.export runs/sac__Hopper-v4__1/policy/best.safetensors --output hopper.onnx
 
-The file maps an observation [1, obs_dim] to an action [1, action_dim] in the environment's own units. Normalisation of
-observations, squashing and scaling are inside. A policy that samples takes its noise as further inputs. The file is
-compared with the agent before it is kept. docs/policies.md has an example of its use.
+The file maps an observation [1, obs_dim] to an action [1, action_dim] in the environment's own units, or to a chunk of
+h actions [1, h, action_dim]. Normalisation of observations, squashing and scaling are inside. A policy that samples
+takes its noise as further inputs. The file is compared with the agent before it is kept. docs/policies.md has an
+example of its use.
 """
 
 import common.start
@@ -94,9 +95,10 @@ class Exported(nn.Module):
         self._sampled = sampled
 
     def act(self, obs: Tensor) -> Tensor:
-        """Return the actions in units of the box: [-1, 1]."""
-        actions: Tensor = self._act(self._agent[0], obs, deterministic=not self._sampled)
-        return actions.clamp(-1.0, 1.0)
+        """Return the actions in units of the box, [-1, 1]: [1, action_dim], or [1, h, action_dim] of a chunk of h."""
+        actions: Tensor = self._act(self._agent[0], obs, deterministic=not self._sampled).clamp(-1.0, 1.0)
+        action_dim = len(self.middle)  # type: ignore[arg-type]
+        return actions if actions.shape[1] == action_dim else actions.unflatten(1, (-1, action_dim))
 
     def forward(self, obs: Tensor, *noise: Tensor) -> Tensor:
         with Draws(noise):
