@@ -35,7 +35,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(soak, "commands", lambda _: {"small": ["-c", RUN.replace("{end}", end)]})
         values = {"hours": seconds / 3600, "between": (0.3, 0.6), "folder": tmp_path / "soak"} | changed
         main(Args(**values, json=tmp_path / "soak.json"))
-        return json.loads((tmp_path / "soak.json").read_text())
+        return json.loads((tmp_path / "soak.json").read_text())["parts"][-1]
 
     return run
 
@@ -101,13 +101,32 @@ def test_growth_is_that_of_one_process_after_its_start():
 
 
 def test_the_table_of_the_page():
-    """A row for each command, between the markers."""
+    """A row for each command, between the markers, with the sums of all soaks and the largest growth."""
     known = {"rounds": 3, "runs": 6, "signals": {"SIGKILL": 4}, "processes": 2, "growth": {"memory": 1.01234}}
-    report = {"seconds": 5400, "settings": {"commit": "0123456789"}} | dict.fromkeys(soak.commands(1.0), known)
-    page = soak.with_table(soak.PAGE.read_text(), report)
-    assert "1.5 hours, commit `01234567`:" in page
+    first = {"seconds": 5400, "settings": {"commit": "0123456789"}} | dict.fromkeys(soak.commands(1.0), known)
+    page = soak.with_table(soak.PAGE.read_text(), [first])
+    assert "\n1.5 hours, commit `01234567`:" in page
     assert page.count("| 3 | 6 | 4 | 0 | 0 | 2 | 1.012 |") == 3
-    assert soak.with_table(page, report) == page
+    assert soak.with_table(page, [first]) == page
+    more = {"rounds": 1, "runs": 2, "signals": {"SIGKILL": 1, "SIGINT": 5}, "processes": 9, "growth": {"memory": 1.0}}
+    second = {"seconds": 7200, "settings": {"commit": "abcdef0123"}} | dict.fromkeys(soak.commands(1.0), more)
+    page = soak.with_table(page, [first, second])
+    assert "1.5 hours, commit `01234567`; 2.0 hours, commit `abcdef01`:" in page
+    assert page.count("| 4 | 8 | 5 | 0 | 5 | 11 | 1.012 |") == 3
+
+
+def test_a_soak_with_another_seed_is_added(quick, tmp_path: Path):
+    """And the same one again, which resumes, replaces its own part."""
+    for seed, seconds in ((1, 2), (2, 2), (2, 3)):
+        quick(seconds=seconds, seed=seed, folder=tmp_path / str(seed))
+    parts = json.loads((tmp_path / "soak.json").read_text())["parts"]
+    assert [part["settings"]["seed"] for part in parts] == [1, 2]
+    assert parts[1]["seconds"] >= 3
+
+
+def test_a_signal_is_due_whether_rounds_are_short_or_long(quick):
+    """Rounds of a second or two, a signal every four seconds: they come, although no round lasts as long."""
+    assert sum(quick(seconds=9, between=(4.0, 4.0))["small"]["signals"].values()) >= 2
 
 
 def test_growing_memory_is_an_error(quick, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,8 @@ Each runs twice at the same time: undisturbed, and with a SIGKILL, SIGTERM or SI
 it starts again. When both have ended, their files are compared and the next round begins, with the next seed. Memory
 and open files of every process are measured every 5 seconds.
 
-Ctrl-C stops it, and the same command resumes. The exit status is 1 if a result differs, a command fails or does not
+Ctrl-C stops it, and the same command resumes. A soak of another commit or seed is added to the results, so that six
+hours may consist of several. The exit status is 1 if a result differs, a command fails or does not
 end, or memory or open files grow. The folder then keeps both results.
 """
 
@@ -68,7 +69,7 @@ class Args:
     folder: Path = Path("soak")
     """Where the runs are."""
     json: Path = Path("results/soak.json")
-    """File to write with the counts. results/soak.json also remakes docs/reliability.md."""
+    """File to add the counts to. results/soak.json also remakes docs/reliability.md."""
 
     def __post_init__(self) -> None:
         at_least(0, hours=self.hours, between=min(self.between), length=self.length, seed=self.seed)
@@ -88,6 +89,15 @@ class Counts:
     growth: dict[str, float] = field(default_factory=dict)
     """The largest growth of a process, by kind."""
 
+    def __add__(self, other: "Counts") -> "Counts":
+        signals, growth = dict(self.signals), dict(self.growth)
+        for name, count in other.signals.items():
+            signals[name] = signals.get(name, 0) + count
+        for kind, ratio in other.growth.items():
+            growth[kind] = max(ratio, growth.get(kind, 0.0))
+        processes = self.processes + other.processes
+        return Counts(self.rounds + other.rounds, self.runs + other.runs, signals, processes, growth)
+
     def add(self, rows: list[tuple[float, ...]]) -> None:
         """Add a process's measurements: age in s, resident bytes, open files."""
         settled = [row[1:] for row in rows if row[0] - rows[0][0] > START_UP]
@@ -105,6 +115,7 @@ class Side:
     def __init__(self, words: list[str], folder: Path, counts: Counts, luck: random.Random | None, args: Args) -> None:
         self.words, self.folder, self.counts, self.luck, self.args = words, folder, counts, luck, args
         self.measured = defaultdict[tuple[int, float], list[tuple[float, ...]]](list)
+        self.next_signal = time.monotonic() + self._interval()
         self.start()
 
     def start(self) -> None:
@@ -116,7 +127,7 @@ class Side:
                 [sys.executable, *words], cwd=self.folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
-        self.signals, self.next_signal = 0, time.monotonic() + self._interval()
+        self.signals = 0
 
     def _interval(self) -> float:
         return self.luck.uniform(*self.args.between) if self.luck else float("inf")
@@ -185,12 +196,8 @@ class Pair:
         self.folder = args.folder / name
         self.luck = random.Random(f"{args.seed} {name} {counts}")
         shutil.rmtree(self.folder / "undisturbed", ignore_errors=True)  # the end of an earlier call disturbed it
-        self.start()
-
-    def start(self) -> None:
-        """Start a round on both sides."""
         self.sides = [
-            Side(self.words, self.folder / side, self.counts, luck, self.args)
+            Side(words, self.folder / side, counts, luck, args)
             for side, luck in (("undisturbed", None), ("disturbed", self.luck))
         ]
 
@@ -211,7 +218,8 @@ class Pair:
             side.summarize()
         self.counts.rounds, self.counts.runs = self.counts.rounds + 1, self.counts.runs + len(runs)
         shutil.rmtree(self.folder)
-        self.start()
+        for side in self.sides:
+            side.start()
 
 
 def commands(length: float) -> dict[str, list[str]]:
@@ -236,16 +244,17 @@ def suite(length: float) -> str:
     )
 
 
-def with_table(text: str, report: dict[str, Any]) -> str:
-    """Return the page with a new table between its markers."""
+def with_table(text: str, parts: list[dict[str, Any]]) -> str:
+    """Return the page with a new table of all soaks between its markers."""
     before, rest = text.split(START)
     table = Table(("command", "rounds", "runs compared", *(s.name for s in SIGNALS), "processes measured", *KINDS))
     for name in commands(1.0):
-        known = Counts(**report[name])
+        known = sum((Counts(**part[name]) for part in parts), Counts())
         growth = [f"{known.growth[kind]:.3f}" if kind in known.growth else "" for kind in KINDS]
         signals = [known.signals.get(number.name, 0) for number in SIGNALS]
         table.rows.append((name, *map(str, (known.rounds, known.runs, *signals, known.processes)), *growth))
-    run = f"{report['seconds'] / 3600:.1f} hours, commit `{report['settings']['commit'][:8]}`:\n\n"
+    each = (f"{part['seconds'] / 3600:.1f} hours, commit `{part['settings']['commit'][:8]}`" for part in parts)
+    run = f"{'; '.join(each)}:\n\n"
     return f"{before}{START}{run}{table.markdown()}\n{END}{rest.split(END, 1)[1]}"
 
 
@@ -281,9 +290,11 @@ def main(args: Args) -> None:
             side.kill()
             side.summarize()
     before["versions"] = versions()
-    write_json(args.json, before)
+    parts = json.loads(args.json.read_text())["parts"] if args.json.exists() else []
+    parts = [*(part for part in parts if part["settings"] != settings), before]
+    write_json(args.json, {"parts": parts})
     if args.json.resolve() == RESULTS:
-        PAGE.write_text(with_table(PAGE.read_text(), before))
+        PAGE.write_text(with_table(PAGE.read_text(), parts))
     print_result(json.dumps(before, indent=1))
     if grown := [name for name, known in counts.items() if max(known.growth.values(), default=0) > MOST_GROWTH]:
         raise RunError(f"memory or open files of {', '.join(grown)} grew by more than {MOST_GROWTH - 1:.0%}")
