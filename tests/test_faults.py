@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, module
 
 from bench.faults import faults, runs
 from bench.faults.comparison import _same, differences
@@ -108,6 +108,16 @@ def test_checksums_may_differ_with_the_times_of_a_log(log: str, differs: bool, t
         (tmp_path / name / "config.json").write_text("{}")
         mark_finished(tmp_path / name, 1, {log: name})
     assert differences(tmp_path / "run", tmp_path / "whole") == ["DONE"] * differs
+
+
+def test_the_paths_of_two_runs_may_differ_and_nothing_else(small: Callable[..., Any], tmp_path: Path):
+    """As those of a sweep, which gives its runs whole paths."""
+    for name, changed in (("run", {}), ("whole", {}), ("other", {"checkpoint_every": 99}), ("seed", {"seed": 2})):
+        module("td3").train(small("td3", total_steps=200, run_dir=tmp_path / name, **changed))
+    assert differences(tmp_path / "run", tmp_path / "whole") == []
+    other = differences(tmp_path / "run", tmp_path / "other")
+    assert other == ["config.json", "policy/best.safetensors", "policy/last.safetensors"]
+    assert {"evaluations.csv", "checkpoint/state.pt", "DONE"} < set(differences(tmp_path / "run", tmp_path / "seed"))
 
 
 @pytest.mark.parametrize(

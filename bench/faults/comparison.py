@@ -1,4 +1,4 @@
-"""Compare the folders of two runs, in everything but wall-clock times."""
+"""Compare the folders of two runs, in everything but wall-clock times and the folders' own paths."""
 
 import csv
 import json
@@ -11,11 +11,15 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from common import checkpoint
-from common.run_folder import CHECKSUM, DONE, LOCK, METRICS
+from common.policy_file import SUFFIX, read_policy
+from common.run_folder import CHECKSUM, CONFIG, DONE, LOCK, METRICS
 
 
 def differences(run: Path, whole: Path) -> list[str]:
-    """Return the files of a run that differ from those of an undisturbed run, in anything but wall-clock times."""
+    """Return the files of a run that differ from those of an undisturbed run, in anything but wall-clock times.
+
+    Both runs may have a --run-dir of their own.
+    """
     found, wanted = files_of(run), files_of(whole)
     return sorted(
         name
@@ -38,13 +42,18 @@ def _same_file(path: Path, other: Path) -> bool:
 
 
 def _content(path: Path) -> Any:
-    """Return what a file holds, without wall-clock times and what follows from them."""
+    """Return what a file holds, without wall-clock times, the run's path, and the checksums that follow from them."""
     if path.name == METRICS:
         return [row for row in csv.reader(path.open(newline="")) if not row[1].startswith("time/")]
     if path.name == DONE:
         done = json.loads(path.read_text())
-        timed = [name for name in done["checksums"] if name == METRICS or name.startswith("events")]
-        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in timed}, CHECKSUM: None}
+        own = [name for name in done["checksums"] if name in (METRICS, CONFIG) or name.startswith("events")]
+        return done | {"checksums": {k: v for k, v in done["checksums"].items() if k not in own}, CHECKSUM: None}
+    if path.name == CONFIG:
+        return _without_path(json.loads(path.read_text())) | {CHECKSUM: None}
+    if path.suffix == SUFFIX:
+        tensors, facts = read_policy(path)
+        return tensors, _without_path(facts)
     if path.name.startswith("events"):
         events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
         values = [[(v.tag, v.simple_value) for v in each.summary.value if v.tag[:5] != "time/"] for each in events]
@@ -53,6 +62,10 @@ def _content(path: Path) -> Any:
         state = checkpoint.load(path)
         return state | {"logger": state["logger"]["step"]}
     return path.read_bytes()
+
+
+def _without_path(facts: dict[str, Any]) -> dict[str, Any]:
+    return facts | {"arguments": facts["arguments"] | {"run_dir": None}}
 
 
 def _same(a: Any, b: Any) -> bool:
