@@ -109,7 +109,9 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    """Without the tables that are made, which have a row for each algorithm."""
+    text = re.sub(r"<!-- .*?<!-- end -->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(text.splitlines()) <= 105
 
 
 def test_a_forbidden_word_and_a_long_sentence_are_found():

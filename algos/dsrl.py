@@ -1,0 +1,253 @@
+"""DSRL: SAC over the noise from which a frozen flow policy makes its actions.
+
+Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space Reinforcement Learning", arXiv 2506.15799. A
+flow without randomness of its own is a function a = G(s, w) of its noise w. The actor chooses w, so the steered policy
+stays close to what the flow has imitated, and the flow never changes.
+
+    python algos/dsrl.py --dataset hopper-medium-v2 --chunk 4 --gamma 0.9975
+    python algos/dsrl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql
+
+Steps before the switch train the flow by imitation. With --init-from, it is that of a run of fql, ifql or dsrl. The
+recipe is DSRL-NA: an action critic learns from what was executed, and a critic of noise is distilled from it.
+It was written from the paper's rules: the authors' repository has no licence.
+
+Differences from the authors' settings:
+- Transitions are sampled one by one, and a chunk begins at each. Theirs begin where the policy chose one.
+- γ is for a step. They discount a chunk of four by 0.99 and sum its rewards without a discount.
+- A time limit does not mask the bootstrap. A termination ends the chunk.
+- The noise critics make a step on each batch of the action critics. They make half as many, on batches of their own.
+"""
+
+import common.start
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from common.acting import acting
+from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
+from common.command_line import command_line
+from common.diffusion import Flow, Velocity
+from common.networks import Critic, TanhGaussian, frozen, mlp
+from common.normalize import FixedNormalizer
+from common.optim import Adam, SoftUpdate
+from common.replay_buffer import Batch
+from common.run import Result, Run, returns_result
+from common.seeding import generator
+from common.updater import Metrics
+from offline.offline_to_online import OfflineArgs, OfflineToOnline, with_presets
+from offline.rewards import RewardTransform
+
+
+@dataclass
+class Args(OfflineArgs):
+    # From data to online
+    offline_steps: NonNegativeInt = BY_DOMAIN
+    """Updates of the flow, by imitation of the dataset. With --init-from, the default is 0."""
+    online_steps: NonNegativeInt = 300_000
+    """Environment steps after the switch, summed over all environments."""
+    retain: Literal["none", "append", "mix"] = "none"
+    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
+    mix: a fixed share of each batch from the dataset."""
+    warmup_steps: NonNegativeInt = 8_000
+    """With --retain none: environment steps with the unsteered flow before the first online update."""
+
+    # The flow
+    chunk: int = 1
+    """h: actions that the policy plans at once. They are executed without another look."""
+    flow_hidden: tuple[int, ...] = (512, 512, 512, 512)
+    """Widths of the flow's hidden layers."""
+    flow_steps: int = 10
+    """Euler steps of the flow from noise to an action."""
+
+    # Learning
+    noise_scale: float = BY_DOMAIN
+    """b: the actor chooses noise in [-b, b]. Tune it first."""
+    hidden: tuple[int, ...] = BY_DOMAIN
+    """Widths of the hidden layers, for actor and critics."""
+    critics: int = 2
+    """Number of critics of each kind. The smallest is used."""
+    gamma: Fraction = 0.99
+    """Discount factor of a step."""
+    tau: Fraction = 0.005
+    """Soft-update rate of the target critics, at each update."""
+    actor_lr: float = 3e-4
+    """Learning rate of flow and actor."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critics of both kinds."""
+    alpha_lr: float = 3e-4
+    """Learning rate of the temperature."""
+    target_entropy: AnyNumber = 0.0
+    """Target entropy H̄ for each dimension of the noise."""
+    reward_shift: AnyNumber = BY_DOMAIN
+    """Number added to each reward."""
+
+
+LARGE = {"offline_steps": 500_000, "noise_scale": 1.5, "hidden": (2048,) * 3, "reward_shift": 0.0}
+PRESETS: dict[str, dict[str, Any]] = {  # the authors' configurations; LARGE is their advice for other tasks
+    "locomotion": LARGE,
+    "halfcheetah-*": LARGE | {"hidden": (1024,) * 3},
+    "hopper-*": LARGE | {"hidden": (128,) * 3},
+    "walker2d-*": LARGE | {"noise_scale": 2.5},
+    "antmaze": LARGE | {"reward_shift": -1.0},
+}
+
+
+class Actor(nn.Module):
+    """π(u|s): map obs [batch, obs_dim] to a tanh-Gaussian over noise in units of b [batch, action_dim]."""
+
+    def __init__(self, obs_dim: int, action_dim: int, hidden: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.net = mlp([obs_dim, *hidden, 2 * action_dim], generator, activation="tanh", layer_norm=True)
+
+    def forward(self, obs: Tensor) -> TanhGaussian:
+        mean, log_std = self.net(obs).chunk(2, dim=-1)
+        return TanhGaussian(mean, log_std.clamp(-20.0, 2.0))
+
+
+class DSRL:
+    def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        initializer = generator(args.seed, "networks")
+        self.generator = generator(args.seed, "agent", device)
+        action_dim = args.chunk * action_dim  # from here on, an action is a chunk
+        self.process = Flow(args.flow_steps)
+        self.flow = Velocity(obs_dim, action_dim, args.flow_hidden, args.flow_steps, initializer).to(device)
+        self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
+        sizes = [obs_dim + action_dim, *args.hidden, 1]
+        form: dict[str, Any] = {"activation": "tanh", "layer_norm": True}
+        self.critic = Critic(mlp(sizes, initializer, args.critics, **form)).to(device)
+        self.target_critic = copy.deepcopy(self.critic)
+        self.noise_critic = Critic(mlp(sizes, initializer, args.critics, **form)).to(device)
+        self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
+        self.log_alpha = nn.Parameter(torch.zeros((), device=device))
+        self.flow_optimizer = Adam(self.flow.parameters(), args.actor_lr)
+        self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
+        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
+        self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
+        self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
+        self.args, self.device, self.action_dim = args, device, action_dim
+
+    def normal(self, obs: Tensor) -> Tensor:
+        return torch.randn((len(obs), self.action_dim), generator=self.generator, device=self.device)
+
+    @torch.no_grad()
+    def flow_actions(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """Return G(s, w) [batch, action_dim]: the flow's actions from this noise. They have no gradient."""
+        return self.process.sample(partial(self.flow, obs), noise, self.generator)
+
+    @acting
+    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
+        """Return chunks [n, h · action_dim] for obs [n, obs_dim], from noise that π samples, or from its mode."""
+        obs = self.obs_normalizer(obs)
+        policy = self.actor(obs)
+        noise = policy.mode if deterministic else policy.sample(self.generator)
+        return self.flow_actions(obs, self.args.noise_scale * noise)
+
+    @acting
+    def act_unsteered(self, obs: Tensor) -> Tensor:
+        """Return the flow's chunks from standard normal noise."""
+        return self.flow_actions(self.obs_normalizer(obs), self.normal(obs))
+
+    def flow_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the flow's error on the batch's actions: ‖v(s, (1 - t) x + t a, t) - (a - x)‖²."""
+        noise = self.normal(batch.obs)
+        errors = self.process.errors(partial(self.flow, batch.obs), batch.actions, noise, self.generator)
+        loss = (batch.valid_actions * errors.square()).mean()
+        return loss, {"losses/flow": loss.detach()}
+
+    def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the squared error of Q(s, a) from Σ γⁱ r + γʰ (min_j Q̄_j(s', G(s', b u')) - α log π(u'|s')).
+
+        Chunks that pass the end of their episode do not count.
+        """
+        with torch.no_grad():
+            next_noise, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
+            next_actions = self.flow_actions(batch.next_obs, self.args.noise_scale * next_noise)
+            next_value = self.target_critic(batch.next_obs, next_actions).amin(0)
+            next_value = next_value - self.log_alpha.exp() * next_log_prob
+            # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
+            target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
+        values = self.critic(batch.obs, batch.actions)
+        loss = 0.5 * (batch.whole * (values - target).square()).mean(1).sum()
+        return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
+
+    def noise_critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the squared error of each Q_w(s, w / b) from its Q(s, G(s, w)), with w ~ N(0, I), not clipped."""
+        noise = self.normal(batch.obs)
+        with torch.no_grad():
+            target = self.critic(batch.obs, self.flow_actions(batch.obs, noise))
+        loss = 0.5 * (self.noise_critic(batch.obs, noise / self.args.noise_scale) - target).square().mean(1).sum()
+        return loss, {"losses/noise_critic": loss.detach()}
+
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+        """Return α log π - min_j Q_w,j(s, u), and log π [batch] for α. No gradient passes through the flow."""
+        noise, log_prob = self.actor(batch.obs).rsample(self.generator)
+        with frozen(self.noise_critic):
+            value = self.noise_critic(batch.obs, noise).amin(0)
+        loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
+        return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
+
+    def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the loss that moves log α until the policy's entropy is H̄."""
+        loss = -self.log_alpha * (log_prob.mean() + self.args.target_entropy * self.action_dim)
+        return loss, {"losses/alpha": loss.detach(), "charts/alpha": self.log_alpha.detach().exp()}
+
+    def update(self, batch: Batch, online: bool) -> Metrics:
+        """Offline, step the flow. Online, step all other networks on each `batch_size` of the batch in turn."""
+        batch = batch.map_obs(self.obs_normalizer)
+        if not online:
+            flow_loss, metrics = self.flow_loss(batch)
+            self.flow_optimizer.minimize(flow_loss)
+            return metrics
+        for part in batch.slices(self.args.batch_size):
+            critic_loss, critic_metrics = self.critic_loss(part)
+            self.critic_optimizer.minimize(critic_loss)
+            actor_loss, log_prob, actor_metrics = self.actor_loss(part)
+            self.actor_optimizer.minimize(actor_loss)
+            alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
+            self.alpha_optimizer.minimize(alpha_loss)
+            self.update_target_critic()
+            noise_critic_loss, noise_critic_metrics = self.noise_critic_loss(part)
+            self.noise_critic_optimizer.minimize(noise_critic_loss)
+        return critic_metrics | actor_metrics | alpha_metrics | noise_critic_metrics
+
+
+@returns_result
+def train(args: Args) -> Result:
+    args = with_presets(args, PRESETS)
+    run = Run("dsrl", args)
+    data = OfflineToOnline(
+        args, run, RewardTransform(shift=args.reward_shift), chunk=(args.chunk, args.gamma),
+        online_batch=args.utd * args.batch_size,
+    )  # fmt: skip
+    rollout = data.rollout()
+    agent = DSRL(args, rollout.obs_dim, rollout.action_dim, run.device)
+    data.dataset.fit(agent.obs_normalizer)
+    policy = run.policy(agent)
+    update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
+    data.load_pretrained(agent, ("fql", "ifql"), only=("flow", "obs_normalizer"), must_match=("flow_steps",))
+    run.resume(agent=agent, data=data, rollout=rollout, update=update)
+
+    for step in run.steps():
+        unsteered = args.retain == "none" and step <= args.warmup_steps
+        # Act
+        if step > 0:
+            actions = rollout.act(agent.act_unsteered if unsteered else policy)
+            data.add(rollout.step(actions, meanwhile=update.flush))
+
+        # Learn: the flow alone before the switch
+        for _ in range(data.updates_due(step)):
+            update(online=step > 0)
+
+        # Report
+        run.report(update.metrics)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    command_line(train, Args)

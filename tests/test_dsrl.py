@@ -1,0 +1,215 @@
+"""DSRL against formulas written a second time in float64, what must not change, and a problem whose answer is known."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import COMMON, PENDULUM, final_state, module, same, stored
+from formulas import Array, Drawn, assert_targets_follow_each_step, joined, layers, log_density, make_batch, normed
+from test_fql import two_modes
+
+from algos.dsrl import DSRL, PRESETS, Args
+from common.errors import InputError
+from common.optim import Adam
+from common.replay_buffer import Batch
+from offline.offline_to_online import with_presets
+
+SMALL = COMMON | {
+    "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "warmup_steps": 60,
+}  # fmt: skip
+STEPS, B, H = 4, 1.5, 2  # Euler steps, scale of the noise, actions in a chunk
+NETWORKS = ("flow", "actor", "critic", "target_critic", "noise_critic")
+
+
+def make_agent(double: bool = True, action_dim: int = 2, **changed: Any) -> DSRL:
+    given = {"dataset": str(PENDULUM), "hidden": (16, 8), "flow_hidden": (16, 8), "flow_steps": STEPS, "chunk": H}
+    agent = DSRL(with_presets(Args(**given | changed), PRESETS), 3, action_dim, torch.device("cpu"))
+    if double:
+        noise = torch.Generator().manual_seed(7)
+        for name in NETWORKS:
+            network = getattr(agent, name).double()
+            for parameter in network.parameters():  # no scale at 1, no shift at 0, targets unlike the critics
+                parameter.data += 0.3 * torch.randn(parameter.shape, generator=noise)
+            if name != "target_critic":
+                setattr(agent, f"{name}_optimizer", Adam(network.parameters(), 1e-3))
+        agent.log_alpha.data = torch.tensor(-0.7, dtype=torch.float64)
+        agent.alpha_optimizer = Adam([agent.log_alpha], 1e-3)
+        draw = agent.normal
+        agent.normal = lambda obs: draw(obs).double()
+    return agent
+
+
+def chunks(size: int = 40) -> Batch:
+    """Of 3 observations and chunks of 2 actions of 2 dimensions; every third passes the end of its episode."""
+    rng = np.random.default_rng(5)
+    valid = np.ones((size, H))
+    valid[::3, 1] = 0
+    actions = torch.from_numpy(rng.uniform(-1, 1, (size, 2 * H)))
+    return make_batch(size)._replace(actions=actions, valid=torch.from_numpy(valid))
+
+
+def tanh_net(inputs: Array, weights: list[list[Array]]) -> Array:
+    """Layer norm, then tanh, after each hidden layer."""
+    for weight, bias, *norm in weights[:-1]:
+        inputs = np.tanh(normed(inputs @ weight + bias, *norm))
+    return inputs @ weights[-1][0] + weights[-1][1]
+
+
+def values(critic: Any, obs: Array, actions: Array) -> Array:
+    return np.stack([tanh_net(np.concatenate([obs, actions], -1), layers(critic, i))[:, 0] for i in range(2)])
+
+
+def flow_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
+    """Euler steps at t = 0, 1/4, 2/4, 3/4; clipped once, at the end."""
+    x = noise
+    for k in range(STEPS):
+        x = x + joined(agent.flow, obs, x, np.full((len(x), 1), k / STEPS)) / STEPS
+    return np.clip(x, -1, 1)
+
+
+def chosen(agent: DSRL, obs: Array, noise: Array) -> tuple[Array, Array]:
+    """The actor's noise in units of b, and its log-density."""
+    mean, log_std = np.split(tanh_net(obs, layers(agent.actor)), 2, axis=-1)
+    std = np.exp(np.clip(log_std, -20, 2))
+    u = mean + std * noise
+    return np.tanh(u), log_density(mean, std, u)
+
+
+def test_critic_loss_equals_an_independent_formula():
+    """Half the sum over both critics, with γ² of a chunk of two, the entropy, and the whole chunks alone."""
+    agent, batch = make_agent(gamma=0.9), chunks()
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    u, log_prob = chosen(agent, next_obs, Drawn(agent.generator).normal(40, 4))
+    following = values(agent.target_critic, next_obs, flow_actions(agent, next_obs, B * u)).min(0)
+    target = rewards + 0.9**2 * (1 - terminations) * (following - math.exp(-0.7) * log_prob)
+    errors = (values(agent.critic, obs, actions) - target) ** 2 * batch.valid.numpy()[:, 1]
+    loss = agent.critic_loss(batch)[0].item()
+    assert loss == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
+
+
+def test_each_noise_critic_follows_its_own_critic():
+    """On standard normal noise, also beyond ±b, given to it in units of b."""
+    agent, batch = make_agent(), chunks()
+    obs, noise = batch.obs.numpy(), Drawn(agent.generator).normal(40, 4)
+    assert (np.abs(noise) > B).any()
+    wanted = values(agent.critic, obs, flow_actions(agent, obs, noise))
+    errors = (values(agent.noise_critic, obs, noise / B) - wanted) ** 2
+    loss, _ = agent.noise_critic_loss(batch)
+    assert loss.item() == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
+    others = [*agent.flow.parameters(), *agent.critic.parameters()]
+    assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
+
+
+def test_actor_loss_passes_through_the_noise_critics_alone():
+    agent, batch = make_agent(), chunks()
+    obs = batch.obs.numpy()
+    u, log_prob = chosen(agent, obs, Drawn(agent.generator).normal(40, 4))
+    expected = (math.exp(-0.7) * log_prob - values(agent.noise_critic, obs, u).min(0)).mean()
+    loss, returned, _ = agent.actor_loss(batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(returned.numpy(), log_prob, rtol=1e-6)
+    others = [p for name in ("flow", "critic", "noise_critic") for p in getattr(agent, name).parameters()]
+    assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
+
+
+def test_alpha_moves_until_the_entropy_is_the_target():
+    """log α falls while log π < 0, which is an entropy above H̄ = 0, and rises otherwise; in 4 dimensions."""
+    agent = make_agent()
+    for log_prob, expected in ((-2.0, 2.0), (3.0, -3.0)):
+        loss, _ = agent.alpha_loss(torch.full((5,), log_prob).double())
+        (gradient,) = torch.autograd.grad(loss, agent.log_alpha)
+        assert gradient.item() == pytest.approx(expected)
+    agent = make_agent(target_entropy=-0.5)
+    loss, _ = agent.alpha_loss(torch.full((5,), 2.0).double())
+    assert torch.autograd.grad(loss, agent.log_alpha)[0].item() == pytest.approx(-(2.0 - 0.5 * 4))
+
+
+def test_flow_loss_weighs_each_valid_action():
+    agent, batch = make_agent(), chunks()
+    drawn = Drawn(agent.generator)
+    noise, t = drawn.normal(40, 4), torch.rand(40, generator=drawn.generator).double().numpy()[:, None]
+    found = joined(agent.flow, batch.obs.numpy(), (1 - t) * noise + t * batch.actions.numpy(), t)
+    errors = (found - (batch.actions.numpy() - noise)) ** 2 * np.repeat(batch.valid.numpy(), 2, axis=1)
+    assert agent.flow_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
+
+
+def test_the_flow_is_a_function_of_its_noise():
+    agent = make_agent(double=False)
+    obs, before = np.ones((5, 3), np.float32), agent.generator.get_state()
+    assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
+    assert torch.equal(agent.generator.get_state(), before)
+    assert not np.array_equal(agent.act(obs), agent.act(obs))
+
+
+def test_each_phase_changes_its_own_networks():
+    """Offline the flow alone. Online all but the flow, on each slice."""
+    agent, batch = make_agent(double=False, batch_size=20, utd=2), chunks()
+    batch = Batch(*(None if part is None else part.float() for part in batch))
+    for online, moving in ((False, {"flow"}), (True, set(NETWORKS) - {"flow"})):
+        before = {name: [p.detach().clone() for p in getattr(agent, name).parameters()] for name in NETWORKS}
+        agent.update(batch, online)
+        for name, old in before.items():
+            now = [*getattr(agent, name).parameters()]
+            assert (name not in moving) == all(torch.equal(a, b) for a, b in zip(old, now, strict=True))
+    assert [int(getattr(agent, f"{name}_optimizer").step_count) for name in ("critic", "noise_critic")] == [2, 2]
+
+
+def test_targets_follow_after_each_step():
+    agent, batch = make_agent(batch_size=20, utd=2), chunks()
+    assert_targets_follow_each_step(agent, 0.005, lambda: agent.update(batch, True))
+
+
+def test_a_steered_flow_takes_the_better_mode():
+    """The data are at ±0.6, three quarters at -0.6. The reward is -(a - 0.6)². The flow stays as it was.
+
+    A quarter of the noise, that beyond 0.67, leads to the better mode: a third of the box, of -1.1 nats.
+    """
+    agent = make_agent(
+        double=False, action_dim=1, chunk=1, hidden=(32, 32), flow_hidden=(64, 64), batch_size=128, noise_scale=2.0,
+        critic_lr=2e-3, actor_lr=2e-3, alpha_lr=1e-2, target_entropy=-1.0,
+    )  # fmt: skip
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        agent.update(two_modes(256, rng), False)
+    obs = np.ones((2_000, 3), np.float32)
+    base = agent.act_unsteered(obs)
+    assert 0.15 < (base > 0).mean() < 0.35
+    before = [p.detach().clone() for p in agent.flow.parameters()]
+    for _ in range(400):
+        actions = torch.from_numpy(agent.act_unsteered(obs[:256]))
+        ones = torch.ones(256, 3)
+        agent.update(Batch(ones, actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
+    assert all(torch.equal(a, b) for a, b in zip(before, agent.flow.parameters(), strict=True))
+    assert (agent.act(obs) > 0).mean() > 0.9
+    assert abs(agent.act(obs[:1], deterministic=True).item() - 0.6) < 0.2
+
+
+def test_the_buffer_holds_what_was_executed(small: Callable[..., Any]):
+    """In the warm-up the unsteered flow's actions, and then those of the steered one, all in [-1, 1]."""
+    args = small("dsrl", num_envs=2)
+    module("dsrl").train(args)
+    batch = stored(args.run_dir)
+    assert len(batch.actions) == args.online_steps
+    assert batch.actions.abs().max() <= 1.0
+    assert len(batch.actions.unique()) > args.online_steps / 2
+
+
+@pytest.mark.parametrize("algo", ["fql", "ifql"])
+def test_a_trained_flow_is_loaded_and_stays(algo: str, small: Callable[..., Any], tmp_path: Path):
+    trained = tmp_path / algo
+    form: dict[str, Any] = {"hidden": (16, 16), "flow_steps": 3}
+    module(algo).train(small(algo, offline_steps=30, online_steps=0, run_dir=trained, **form))
+    args = small("dsrl", init_from=trained, chunk=1, offline_steps=0, online_steps=150)
+    module("dsrl").train(args)
+    of_base, of_run = final_state(trained)["agent"], final_state(args.run_dir)["agent"]
+    assert same(of_base["flow"], of_run["flow"])
+    assert not same(of_base["critic"], of_run["critic"])
+    for changed, message in (({"chunk": 2}, "do not fit"), ({"flow_steps": 4}, "--flow-steps 3: give the same here")):
+        other = small("dsrl", **{"init_from": trained, "chunk": 1, "run_dir": tmp_path / "other"} | changed)
+        with pytest.raises(InputError, match=message):
+            module("dsrl").train(other)
+        assert not (tmp_path / "other").exists()
