@@ -336,6 +336,18 @@ def test_what_was_not_kept_is_refused_and_can_be_kept_where_it_is(tmp_path: Path
     assert first[4:8] == bytes(4)  # no time of writing (RFC 1952): the same rows are the same bytes
 
 
+@pytest.mark.parametrize(
+    "text", ["a,b\n1,2\n", "step,name,value\n1,time/steps_per_second,0\n", "step,name,value\n1,time/steps_per_second\n",
+             "step,name,value\nx,time/steps_per_second,2\n", "step,name,value\n\udc80"],
+)  # fmt: skip
+def test_a_damaged_log_has_no_time(text: str, tmp_path: Path):
+    """That of an older run, which has no checksums."""
+    path = tmp_path / "metrics.csv"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(InputError, match=r"metrics\.csv is damaged: restore it from a copy"):
+        time_taken(path, 0)
+
+
 def test_time_taken_is_of_the_logs_intervals(tmp_path: Path):
     """From step -200: 100 steps at 10 a second, 100 at 50, and 300 at 100."""
     rows = ["step,name,value", "-200,eval/return,1.0"]

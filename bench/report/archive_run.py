@@ -26,6 +26,7 @@ from common.run_folder import (
     CONFIG,
     EVALUATIONS,
     METRICS,
+    RESTORE_FINISHED,
     read_config,
     read_evaluations,
     require_unchanged,
@@ -72,14 +73,18 @@ def time_taken(metrics: Path, first_step: int) -> dict[str, float]:
     """Return wall-clock seconds, evaluations included, and the median of the steps per second.
 
     Both come from the intervals of the log. Steps that a killed run repeated are not in the log, so they do not count.
+    Raise InputError if the log is damaged.
     """
     seconds, rates, before = 0.0, [], first_step
-    with metrics.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["name"] == "time/steps_per_second":
-                step, rate = int(row["step"]), float(row["value"])
-                seconds, before = seconds + (step - before) / rate, step
-                rates.append(rate)
+    try:
+        with metrics.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["name"] == "time/steps_per_second":
+                    step, rate = int(row["step"]), float(row["value"])
+                    seconds, before = seconds + (step - before) / rate, step
+                    rates.append(rate)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError):
+        raise InputError(f"{metrics} is damaged: {RESTORE_FINISHED}") from None
     return {"seconds": round(seconds, 1), "steps_per_second": round(statistics.median(rates), 1)} if rates else {}
 
 
