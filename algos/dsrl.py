@@ -58,7 +58,7 @@ class Args(OfflineArgs):
 
     # The flow
     chunk: int = 1
-    """h: actions that the policy plans at once. They are executed without another look."""
+    """h: actions that the policy plans at once. They are executed open loop, without observing again."""
     flow_hidden: tuple[int, ...] = (512, 512, 512, 512)
     """Widths of the flow's hidden layers."""
     flow_steps: int = 10
@@ -133,11 +133,11 @@ class DSRL:
         self.args, self.device, self.action_dim = args, device, action_dim
 
     def normal(self, obs: Tensor) -> Tensor:
+        """Draw standard normal noise for each of obs: [batch, action_dim]."""
         return torch.randn((len(obs), self.action_dim), generator=self.generator, device=self.device)
 
-    @torch.no_grad()
     def flow_actions(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Return G(s, w) [batch, action_dim]: the flow's actions from this noise. They have no gradient."""
+        """Return G(s, w) [batch, action_dim]: the flow's actions from this noise."""
         return self.process.sample(partial(self.flow, obs), noise, self.generator)
 
     @acting

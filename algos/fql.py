@@ -15,7 +15,7 @@ Differences from the authors' code, none of which changes a loss:
 - Each network has its own Adam. With no parameter in common and no clipping, that equals one Adam over all.
 - The target critics follow the critics after their step, not before it.
 - Evaluation draws the same noise each time.
-- In a chunk, a termination ends the sum of rewards. In QC's code later rewards count (docs/chunks.md).
+docs/chunks.md has the differences from the code of QC.
 """
 
 import common.start
@@ -51,10 +51,10 @@ class Args(OfflineArgs):
 
     # Acting
     chunk: int = 1
-    """h: actions that the policy plans at once. They are executed without another look."""
+    """h: actions that the policy plans at once. They are executed open loop, without observing again."""
     extraction: Literal["one-step", "best-of-n"] = "one-step"
-    """How to act. one-step: by the policy that is distilled from the flow. best-of-n: by the one of several samples of
-    the flow that the critics value most (QC)."""
+    """Which actions are taken. one-step: those of the policy that is distilled from the flow. best-of-n: of several
+    samples of the flow, the one that the critics value most (QC)."""
     samples: int = 32
     """With --extraction best-of-n: the number of samples."""
 
@@ -162,6 +162,7 @@ class FQL:
         self.args, self.device, self.action_dim = args, device, action_dim
 
     def noise(self, obs: Tensor, generator: torch.Generator, *samples: int) -> Tensor:
+        """Draw standard normal noise for each of obs: [*samples, batch, action_dim]."""
         return torch.randn((*samples, len(obs), self.action_dim), generator=generator, device=self.device)
 
     def joined(self, values: Tensor) -> Tensor:
@@ -195,8 +196,7 @@ class FQL:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the squared Bellman error, with the policy's next actions (L_Q).
 
-        Chunks: Q(s, a₁…a_h) ← Σ γⁱ r + γʰ Q̄(s₊ₕ, ·). The rewards are summed in the batch. Those that pass the end of
-        their episode do not count.
+        Chunks: Q(s, a₁…a_h) ← Σ γⁱ r + γʰ Q̄(s₊ₕ, ·). Chunks that pass the end of their episode do not count.
         """
         with torch.no_grad():
             next_actions = self.choose(batch.next_obs, self.generator)

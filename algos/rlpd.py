@@ -59,7 +59,7 @@ class Args(OfflineArgs):
 
     # Acting
     chunk: int = 1
-    """h: actions that the policy plans at once. They are executed without another look."""
+    """h: actions that the policy plans at once. They are executed open loop, without observing again."""
 
     # Networks
     hidden: tuple[int, ...] = BY_DOMAIN

@@ -30,9 +30,9 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
     """Run one episode in each environment, all stepped together.
 
     `act` maps obs [n, obs_dim] to actions [n, action_dim], or to plans [n, h · action_dim] of the next h actions, which
-    are executed one after another. Every call resets with the same seeds, so only the
-    policy differs between evaluations. They keep no state and do not affect training. Raises RunError if an episode
-    does not end, or if a reward or `info["return"]` is not finite.
+    are executed open loop. Every call resets with the same seeds, so only the policy differs between evaluations. An
+    evaluation keeps no state and does not affect training. Raises RunError if an episode does not end, or if a reward
+    or `info["return"]` is not finite.
     """
     if not envs:
         return []

@@ -1,4 +1,4 @@
-"""Plans of several actions, which environments execute one after another without another look."""
+"""Plans of several actions, which environments execute open loop: one after another, without observing again."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -30,9 +30,9 @@ class Batch(NamedTuple):
     buffer has none. next_actions [batch, action_dim] are the dataset's actions at next_obs (ReBRAC), NaN after an
     episode's last transition, or None if they are not asked for.
 
-    Of windows of h transitions, obs are those of the first and next_obs those of the last, actions are [batch,
-    h · action_dim], rewards are discounted sums, and terminations are 1 if one of the h terminated. valid [batch, h] is
-    0 beyond the episode's end, where the window repeats its last transition.
+    A batch may hold windows of h transitions instead. Then obs is that of the first transition and next_obs that of the
+    last, actions are [batch, h · action_dim], rewards are discounted sums, and terminations is 1 if one of the h
+    terminated. valid [batch, h] is 0 beyond the episode's end. These places repeat the episode's last transition.
     """
 
     obs: Tensor
@@ -118,6 +118,7 @@ class ReplayBuffer(Part):
         self.capacity, self.obs_dim, self.action_dim = capacity, obs_dim, action_dim
         self.device = torch.device(device)
         self.widths: tuple[int, ...] = (obs_dim, action_dim, 1, obs_dim, 1) + (1,) * (returns_to_go + starts)
+        assert not (returns_to_go and starts)  # no algorithm has both, and a batch of windows has no returns
         self.has_starts = starts
         self.windows: Windows | None = None  # how `at` and `sample` cut windows
         self.file = file
@@ -189,7 +190,9 @@ class ReplayBuffer(Part):
         """
         if self.windows is None:
             return self._rows_at(where)
-        rows, is_valid = self.windows.rows(where, self.head)
+        # A view that was kept would share its memory with the rows, and such updates cannot be recorded.
+        starts = self.rows[:, -1] if self.windows.starts is None else self.windows.starts
+        rows, is_valid = self.windows.rows(where, self.head, starts)
         valid, each = is_valid.to(self.rows.dtype), self._rows_at(rows.flatten())
         of_window = [len(where), self.windows.length]
         rewards, terminations = (part.view(of_window) for part in (each.rewards, each.terminations))

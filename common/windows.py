@@ -9,27 +9,27 @@ from torch import Tensor
 class Windows(NamedTuple):
     """How rows become windows of `length` transitions. `gamma` is the discount factor.
 
-    The next transition of an environment is `stride` rows later, and `starts` [capacity] is 1 where one is the first
-    of its episode.
+    The next transition of an environment is `stride` rows later. `starts` [capacity] is 1 for the first transition of
+    an episode. It is None if the rows have such a column.
     """
 
     length: int
     gamma: float
     stride: int
-    starts: Tensor
+    starts: Tensor | None
 
-    def rows(self, first: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, first: Tensor, head: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of the windows from the rows `first` [batch] on, and which are `valid`: [batch, length] each.
 
         A window ends with its episode, and at the newest transition of its environment. `head` is the number of the row
         that is overwritten next. Invalid places repeat the last valid row.
         """
-        capacity = len(self.starts)
+        capacity = len(starts)
         rows, valid = [first], [torch.ones_like(first, dtype=torch.bool)]
         for _ in range(self.length - 1):
             following = (rows[-1] + self.stride) % capacity
             newer = (head - 1 - rows[-1]) % capacity  # transitions that were added after it
-            valid.append(valid[-1] & (newer >= self.stride) & (self.starts[following] == 0))
+            valid.append(valid[-1] & (newer >= self.stride) & (starts[following] == 0))
             rows.append(torch.where(valid[-1], following, rows[-1]))
         return torch.stack(rows, 1), torch.stack(valid, 1)
 

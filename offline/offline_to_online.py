@@ -26,6 +26,7 @@ from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
 from common.run import Run
 from common.run_folder import has_checkpoint, is_finished, read_state, run_config
+from envs.make import find
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
 from offline.dataset import load, read
@@ -195,7 +196,8 @@ class OfflineToOnline(checkpoint.Part):
         )
         self._starts = [True] * args.num_envs  # whether the next transition is the first of its episode
         if chunk[0] > 1:
-            cut_windows(dataset, self.online, *chunk, args.num_envs)
+            limit = self.settings.get("max_episode_steps") or find(self.env).max_episode_steps
+            cut_windows(dataset, self.online, *chunk, args.num_envs, limit)
         self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
         columns: dict[str, Array] = {}  # of the dataset's transitions, in addition to the buffer's

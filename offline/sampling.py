@@ -36,18 +36,21 @@ def weighted_rows(dataset: Dataset, weighting: str, temperature: float) -> Weigh
     return None if weighting == "none" else WeightedRows(dataset, weighting, temperature)
 
 
-def cut_windows(dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int) -> None:
+def cut_windows(
+    dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int, time_limit: int | None
+) -> None:
     """Make both give windows of `length` transitions. `online` has a column of starts.
 
-    Raises InputError if every episode of the dataset is shorter.
+    Raises InputError if every episode of the dataset is shorter, or the environment's `time_limit` is.
     """
-    if dataset.lengths.max() < length:
-        raise InputError(f"no episode of {dataset.id} has {length} transitions: give a smaller --chunk")
+    for whose, longest in ((dataset.id, int(dataset.lengths.max())), ("the environment", time_limit or length)):
+        if longest < length:
+            raise InputError(f"no episode of {whose} has {length} transitions: give a --chunk of at most {longest}")
     data = dataset.buffer
     starts = torch.zeros(data.capacity, device=data.device)
     starts[torch.from_numpy(dataset.starts).to(data.device)] = 1.0
     data.windows = Windows(length, gamma, 1, starts)
-    online.windows = Windows(length, gamma, num_envs, online.rows[:, -1])
+    online.windows = Windows(length, gamma, num_envs, None)
 
 
 def even_order(*counts: int) -> Tensor:

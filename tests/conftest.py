@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothin
 
 import torch
 
-from common import checkpoint
+from common import checkpoint, recorded
 from common.arguments import RunArgs
 from common.replay_buffer import Batch, ReplayBuffer
 from offline.offline_to_online import OfflineArgs, with_presets
@@ -59,6 +59,7 @@ every_algorithm = pytest.mark.parametrize("algo", ALGORITHMS)
 
 def some(*algos: str) -> list[str]:
     """These algorithms, for a test whose cases are long and much alike; every one with ONRAMP_TESTS=all."""
+    assert {*algos} <= {*ALGORITHMS}
     everything = os.environ.get("ONRAMP_TESTS") == "all"
     return [algo for algo in ALGORITHMS if everything or algo in algos]
 
@@ -168,6 +169,12 @@ def modes_of(agent: Any) -> tuple[bool, ...]:
     """The second arguments with which the update differs."""
     _, *changing = (hint for name, hint in get_type_hints(agent.update).items() if name != "return")
     return (False, True) if bool in changing else (False,)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings are interpreted, not compiled, which takes no time."""
+    monkeypatch.setattr(recorded, "_compiled", lambda graph, _: graph)
 
 
 @pytest.fixture

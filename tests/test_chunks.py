@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import agent_of, command, final_state, flags, module, small_of, with_flag
+from conftest import agent_of, command, flags, module, small_of, with_flag
 from d4rl_file import make
 from formulas import Drawn, make_batch
 from test_fql import flow_actions, joined, make_agent, values
@@ -21,10 +21,14 @@ from common.evaluate import evaluate
 from common.plans import Plans
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Run
+from common.seeding import seeds
 from common.windows import Windows
-from envs.rollout import Rollout, Transitions
+from envs.make import make as make_env
+from envs.rollout import Transitions
+from offline.dataset import load
 from offline.offline_to_online import OfflineToOnline
 from tools import collect, export
+from tools.policies import load_policy
 
 GAMMA = 0.9
 chunked = pytest.mark.parametrize("algo", with_flag("chunk"))
@@ -32,7 +36,7 @@ chunked = pytest.mark.parametrize("algo", with_flag("chunk"))
 
 def ring(capacity: int, num_envs: int, length: int) -> ReplayBuffer:
     buffer = ReplayBuffer(capacity, 2, 1, starts=True)
-    buffer.windows = Windows(length, GAMMA, num_envs, buffer.rows[:, -1])
+    buffer.windows = Windows(length, GAMMA, num_envs, None)
     return buffer
 
 
@@ -180,9 +184,14 @@ def test_an_environment_that_starts_again_starts_an_episode(data: Callable[..., 
 
 
 def test_a_chunk_longer_than_all_episodes_is_refused(data: Callable[..., OfflineToOnline]):
+    """Also than those of the environment, from which the critics would learn nothing."""
     assert batch_of(data(chunk=12), False).whole.sum() > 0
-    with pytest.raises(InputError, match=r"no episode of .* has 13 transitions: give a smaller --chunk"):
+    with pytest.raises(InputError, match=r"no episode of .* has 13 transitions: give a --chunk of at most 12"):
         data(chunk=13)
+    with pytest.raises(
+        InputError, match="no episode of the environment has 4 transitions: give a --chunk of at most 3"
+    ):
+        data(chunk=4, time_limit=3)
 
 
 class TestTargets:
@@ -324,47 +333,83 @@ class TestPlans:
         assert seen == [[0.0, 0.0], [2.0]]
         assert envs[1].count == 3
 
-    @chunked
-    def test_an_environment_that_starts_again_drops_its_plan(self, algo: str, small: Callable[..., Any]):
-        rollout = Rollout("Counter-v0", small(algo, env="Counter-v0", num_envs=2))
-        rollout.reset()
-        rollout.act(lambda obs: np.zeros((2, 4), np.float32))
-        assert [len(plan) for plan in rollout.save(Path())["plans"]] == [3, 3]
-        rollout.discard_unfinished_episodes([True, False])
-        assert [len(plan) for plan in rollout.save(Path())["plans"]] == [3, 0]
-        rollout.close()
+
+EXTRACTIONS = [*((algo, {}) for algo in with_flag("chunk")), ("fql", {"extraction": "best-of-n", "samples": 4})]
 
 
-@chunked
-@pytest.mark.parametrize("retain", ["append", "none"])
-def test_kills_in_the_middle_of_a_chunk_change_nothing(algo: str, retain: str, tmp_path: Path):
-    """In two environments, whose plans are at different places after the first end of an episode."""
-    arguments = {"num_envs": 2, "chunk": 3, "retain": retain, "warmup_steps": 60, "offline_steps": 50,
-                 "online_steps": 550, "checkpoint_every": 10, "time_limit": 50}  # fmt: skip
+@pytest.mark.parametrize(
+    ("algo", "changed", "retain"),
+    [("fql", {}, "append"), ("fql", {"extraction": "best-of-n", "samples": 4}, "none"), ("rlpd", {}, "mix"),
+     ("dsrl", {}, "none")],
+)  # fmt: skip
+def test_kills_in_the_middle_of_a_chunk_change_nothing(algo: str, changed: dict[str, Any], retain: str, tmp_path: Path):
+    """In two environments whose episodes have 1 to 6 steps, so that their plans are at different places."""
+    arguments = {"env": "test_vector:Short-v0", "num_envs": 2, "chunk": 3, "retain": retain, "warmup_steps": 60,
+                 "offline_steps": 50, "online_steps": 550, "checkpoint_every": 10} | changed  # fmt: skip
     places = [("online step", 20), ("online step", 81), ("update", 120), ("any", 3)]
     assert_kills_change_nothing(algo, arguments, places, tmp_path)
-    plans = final_state(tmp_path / "killed")["rollout"]["plans"]
-    assert {len(plan) for plan in plans} <= {0, 1, 2}
 
 
-@chunked
-def test_a_chunked_policy_is_exported_and_collects(algo: str, small: Callable[..., Any], tmp_path: Path):
-    module(algo).train(small(algo, chunk=3, online_steps=20, offline_steps=20))
+@pytest.mark.parametrize(("algo", "changed"), EXTRACTIONS)
+def test_a_chunked_policy_is_exported_and_collects(
+    algo: str, changed: dict[str, Any], small: Callable[..., Any], tmp_path: Path
+):
+    """The file's chunk has the shape [1, h, action_dim]. Collected actions are those planned at each third step."""
+    module(algo).train(small(algo, chunk=3, online_steps=20, offline_steps=20, **changed))
     run = tmp_path / "run"
-    path = export.main(export.Args(str(run)))
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(export.main(export.Args(str(run))))
     (output,) = session.get_outputs()
     assert output.shape == [1, 3, 1]
-    collect.collect(collect.Args(str(tmp_path / "c.hdf5"), policy=(str(run),), transitions=60, num_envs=2))
+    collect.collect(collect.Args(str(tmp_path / "c.hdf5"), policy=(str(run),), transitions=60, num_envs=1))
+    dataset = load(str(tmp_path / "c.hdf5"), max_action=None)
+    env = make_env("Pendulum-v1")
+    policy = load_policy(str(run), env, seeds(1, "policy 0", 1)[0], deterministic=False)
+    obs, actions = dataset.column("obs"), dataset.column("actions")
+    planned = np.concatenate([policy(obs[first : first + 1]).reshape(3, 1) for first in range(0, 60, 3)])
+    np.testing.assert_allclose(actions, planned, atol=1e-6)
+
+
+@pytest.mark.parametrize("retain", ["append", "mix"])
+def test_weighted_episodes_give_windows_too(data: Callable[..., OfflineToOnline], retain: str):
+    """The second episode has the higher return; its windows are drawn more often, and end with it."""
+    made = data(weighting="return", retain=retain)
+    for online in (False, True):
+        batch = batch_of(made, online)
+        of_data = batch.obs[:, 0] < 1000
+        assert (batch.obs[of_data, 0] >= 8).float().mean() > 0.9
+        ends = batch.obs[:, 0] == 19
+        assert batch.valid[ends].tolist() == [[1.0, 0.0, 0.0]] * int(ends.sum())
+
+
+def test_windows_of_a_dataset_on_the_disk_are_the_same(tmp_path: Path):
+    path = make(tmp_path / "data.hdf5", ".......t...........t")
+    found = []
+    for mapped in (False, True):
+        buffer = load(str(path), mapped=mapped, env="Pendulum-v1").buffer
+        starts = torch.zeros(20)
+        starts[[0, 8]] = 1.0
+        buffer.windows = Windows(3, GAMMA, 1, starts)
+        found.append(buffer.at(torch.arange(20)))
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_updates_on_windows_are_recorded(small: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
+    """Of both sources, and of the buffer alone."""
+    for retain in ("append", "mix", "none"):
+        run_dir = Path(f"run-{retain}")
+        module("fql").train(small("fql", chunk=3, compile=True, total_steps=200, retain=retain, run_dir=run_dir))
+    said = capsys.readouterr().err
+    assert said.count("compiled in ") >= 6
+    assert "eager" not in said
 
 
 def test_absurd_chunks_are_refused(tmp_path: Path):
+    """By the flag's name."""
     for flag in ("--chunk", "--samples"):
         small = flags("fql", **small_of("fql") | {"run_dir": tmp_path / "run"})
-        done = command(
-            *small, flag, "1000000000000", *["--extraction", "best-of-n"] * (flag == "--samples"), algo="fql"
-        )
-        assert done.returncode in (1, 2)
-        assert "Traceback" not in done.stderr
+        done = command(*small, flag, "1000000000000", "--extraction", "best-of-n", algo="fql")
+        assert done.returncode == 2
+        assert flag in done.stderr.splitlines()[-1]

@@ -415,12 +415,6 @@ def test_a_missing_compiler_is_named(tmp_path: Path):
     assert done.stderr.count("note: updates stay eager, which is slower: no C++ compiler was found") == 1
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings are interpreted, not compiled, which takes no time."""
-    monkeypatch.setattr(recorded, "_compiled", lambda graph, _: graph)
-
-
 @every_algorithm
 @pytest.mark.usefixtures("interpreted")
 def test_every_update_and_action_of_a_run_is_recorded(

@@ -256,3 +256,43 @@ def test_random_actions_are_uniform_and_of_the_generator(rollout: Any) -> None:
         inside = ((draws[0] >= edge) & (draws[0] < edge + 0.5)).sum()
         assert abs(inside - 1_125) < 5 * (4_500 * 0.25 * 0.75) ** 0.5
     assert np.abs(draws[0]).max() <= 1.0
+
+
+def test_an_end_drops_the_plan_of_its_own_environment(rollout: Any) -> None:
+    """And the other executes the rest of its own: with plans of 3 and episodes of 1 to 6 steps, both kinds occur."""
+    made, asked = rollout("Short-v0", num_envs=2), list[int]()
+
+    def policy(obs: np.ndarray) -> np.ndarray:
+        asked.append(len(asked))
+        return np.tile(np.float32([0.1, 0.2, 0.3]) + len(asked), (2, 1))
+
+    planned_at, taken, apart = [0, 0], [0, 0], 0
+    for _ in range(200):
+        actions = made.act(policy)
+        for i in range(2):
+            if taken[i] == 0:
+                planned_at[i] = len(asked)
+            assert actions[i, 0] == pytest.approx(planned_at[i] + (taken[i] + 1) / 10)
+        transitions = made.step(actions)
+        ended = transitions.terminations | transitions.truncations
+        taken = [0 if end else (count + 1) % 3 for count, end in zip(taken, ended, strict=True)]
+        apart += taken[0] != taken[1]
+    assert apart > 50
+
+
+def test_a_checkpoint_of_an_older_version_has_no_plans(rollout: Any) -> None:
+    """It resumes with empty ones."""
+    made, other = rollout("Counter-v0"), rollout("Counter-v0")
+    state = made.save(FOLDER)
+    del state["plans"]
+    other.load(FOLDER, state)
+    assert [len(plan) for plan in other.save(FOLDER)["plans"]] == [0, 0]
+
+
+def test_an_environment_that_starts_again_drops_its_plan(rollout: Any) -> None:
+    """As after a resume that could not restore it."""
+    made = rollout("Counter-v0", num_envs=2)
+    made.act(lambda obs: np.zeros((2, 4), np.float32))
+    assert [len(plan) for plan in made.save(FOLDER)["plans"]] == [3, 3]
+    made.discard_unfinished_episodes([True, False])
+    assert [len(plan) for plan in made.save(FOLDER)["plans"]] == [3, 0]

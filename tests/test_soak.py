@@ -115,12 +115,12 @@ def test_the_table_of_the_page():
     assert page.count("| 4 | 8 | 5 | 0 | 5 | 11 | 1.012 |") == 3
 
 
-def test_a_soak_with_another_seed_is_added(quick, tmp_path: Path):
+def test_a_soak_in_another_folder_is_added(quick, tmp_path: Path):
     """And the same one again, which resumes, replaces its own part."""
-    for seed, seconds in ((1, 2), (2, 2), (2, 3)):
-        quick(seconds=seconds, seed=seed, folder=tmp_path / str(seed))
+    for folder, seconds in (("a", 2), ("b", 2), ("b", 3)):
+        quick(seconds=seconds, folder=tmp_path / folder)
     parts = json.loads((tmp_path / "soak.json").read_text())["parts"]
-    assert [part["settings"]["seed"] for part in parts] == [1, 2]
+    assert [part["settings"]["folder"] for part in parts] == ["a", "b"]
     assert parts[1]["seconds"] >= 3
 
 

@@ -8,7 +8,7 @@ Each runs twice at the same time: undisturbed, and with a SIGKILL, SIGTERM or SI
 it starts again. When both have ended, their files are compared and the next round begins, with the next seed. Memory
 and open files of every process are measured every 5 seconds.
 
-Ctrl-C stops it, and the same command resumes. A soak of another commit or seed is added to the results, so that six
+Ctrl-C stops it, and the same command resumes. A soak of another folder or commit is added to the results, so that six
 hours may consist of several. The exit status is 1 if a result differs, a command fails or does not
 end, or memory or open files grow. The folder then keeps both results.
 """
@@ -192,13 +192,12 @@ class Pair:
     """The undisturbed and the disturbed side of a command, in the same round."""
 
     def __init__(self, name: str, words: list[str], counts: Counts, args: Args) -> None:
-        self.name, self.words, self.counts, self.args = name, words, counts, args
-        self.folder = args.folder / name
-        self.luck = random.Random(f"{args.seed} {name} {counts}")
+        self.counts, self.folder = counts, args.folder / name
+        chance = random.Random(f"{args.seed} {name} {counts}")
         shutil.rmtree(self.folder / "undisturbed", ignore_errors=True)  # the end of an earlier call disturbed it
         self.sides = [
             Side(words, self.folder / side, counts, luck, args)
-            for side, luck in (("undisturbed", None), ("disturbed", self.luck))
+            for side, luck in (("undisturbed", None), ("disturbed", chance))
         ]
 
     def advance(self) -> None:
@@ -267,7 +266,8 @@ def main(args: Args) -> None:
     args = replace(args, folder=args.folder.resolve())
     args.folder.mkdir(parents=True, exist_ok=True)
     journal = args.folder / "soak.json"
-    settings = {"seed": args.seed, "between": list(args.between), "length": args.length, "commit": commit()}
+    settings: dict[str, Any] = {"seed": args.seed, "between": list(args.between), "length": args.length}
+    settings |= {"commit": commit(), "folder": args.folder.name}
     before: dict[str, Any] = {"settings": settings, "seconds": 0}
     if journal.exists():
         before = json.loads(journal.read_text())
