@@ -9,13 +9,14 @@ stays close to what the flow has imitated, and the flow never changes.
 
 Steps before the switch train the flow by imitation. With --init-from, it is that of a run of fql, ifql or dsrl. The
 recipe is DSRL-NA: an action critic learns from what was executed, and a critic of noise is distilled from it.
-It was written from the paper's rules: the authors' repository has no licence.
+It was written from a description of the paper and of the authors' code, which has no licence.
 
-Differences from the authors' settings:
-- Transitions are sampled one by one, and a chunk begins at each. Theirs begin where the policy chose one.
+Differences from the authors' code:
+- A chunk begins at each transition. Their chunks begin only where the policy chose one.
 - γ is for a step. They discount a chunk of four by 0.99 and sum its rewards without a discount.
 - A time limit does not mask the bootstrap. A termination ends the chunk.
-- The noise critics make a step on each batch of the action critics. They make half as many, on batches of their own.
+- The noise critics make a step on each batch of the action critics. They make fewer, on batches of their own.
+- Evaluations use the actor's mode. Theirs sample.
 """
 
 import common.start
@@ -32,6 +33,7 @@ from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
 from common.diffusion import Flow, Velocity
+from common.evaluate import Act
 from common.networks import Critic, TanhGaussian, frozen, mlp
 from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
@@ -88,11 +90,12 @@ class Args(OfflineArgs):
 
 
 LARGE = {"offline_steps": 500_000, "noise_scale": 1.5, "hidden": (2048,) * 3, "reward_shift": 0.0}
-PRESETS: dict[str, dict[str, Any]] = {  # the authors' configurations; LARGE is their advice for other tasks
+# Widths and b are those of the authors, and LARGE has their advice for other tasks. The other values are ours.
+PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LARGE,
-    "halfcheetah-*": LARGE | {"hidden": (1024,) * 3},
-    "hopper-*": LARGE | {"hidden": (128,) * 3},
-    "walker2d-*": LARGE | {"noise_scale": 2.5},
+    "*halfcheetah-*": LARGE | {"hidden": (1024,) * 3},
+    "*hopper-*": LARGE | {"hidden": (128,) * 3},
+    "*walker2d-*": LARGE | {"noise_scale": 2.5},
     "antmaze": LARGE | {"reward_shift": -1.0},
 }
 
@@ -131,22 +134,34 @@ class DSRL:
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
+        self.steers = 0  # 1 once the actor chooses the noise
 
-    def normal(self, obs: Tensor) -> Tensor:
+    def normal(self, obs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw standard normal noise for each of obs: [batch, action_dim]."""
-        return torch.randn((len(obs), self.action_dim), generator=self.generator, device=self.device)
+        generator = generator or self.generator
+        return torch.randn((len(obs), self.action_dim), generator=generator, device=self.device)
 
     def flow_actions(self, obs: Tensor, noise: Tensor) -> Tensor:
         """Return G(s, w) [batch, action_dim]: the flow's actions from this noise."""
         return self.process.sample(partial(self.flow, obs), noise, self.generator)
 
     @acting
-    def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
-        """Return chunks [n, h · action_dim] for obs [n, obs_dim], from noise that π samples, or from its mode."""
+    def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+        """Return chunks [n, h · action_dim] for obs [n, obs_dim], from noise that π samples, or from its mode.
+
+        Before it steers, `deterministic` means the flow itself. Each call then draws the same noise unless a generator
+        is given.
+        """
         obs = self.obs_normalizer(obs)
+        if deterministic and not self.steers:
+            return self.flow_actions(obs, self.normal(obs, generator or torch.Generator(self.device).manual_seed(0)))
         policy = self.actor(obs)
         noise = policy.mode if deterministic else policy.sample(self.generator)
         return self.flow_actions(obs, self.args.noise_scale * noise)
+
+    def eval_policy(self) -> Act:
+        """Return the policy that acts now. The flow's noise is the same in every evaluation."""
+        return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
 
     @acting
     def act_unsteered(self, obs: Tensor) -> Tensor:
@@ -163,7 +178,7 @@ class DSRL:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the squared error of Q(s, a) from Σ γⁱ r + γʰ (min_j Q̄_j(s', G(s', b u')) - α log π(u'|s')).
 
-        Chunks that pass the end of their episode do not count.
+        Chunks that a time limit cuts do not count. The target of one that a termination cuts is exact.
         """
         with torch.no_grad():
             next_noise, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
@@ -173,7 +188,8 @@ class DSRL:
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
-        loss = 0.5 * (batch.whole * (values - target).square()).mean(1).sum()
+        known = 1.0 if batch.valid is None else torch.maximum(batch.valid[:, -1], batch.terminations)
+        loss = 0.5 * (known * (values - target).square()).mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def noise_critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -193,7 +209,7 @@ class DSRL:
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
     def alpha_loss(self, log_prob: Tensor) -> tuple[Tensor, Metrics]:
-        """Return the loss that moves log α until the policy's entropy is H̄."""
+        """Return the loss that moves log α until the policy's entropy is H̄ for each of its dimensions."""
         loss = -self.log_alpha * (log_prob.mean() + self.args.target_entropy * self.action_dim)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": self.log_alpha.detach().exp()}
 
@@ -234,10 +250,11 @@ def train(args: Args) -> Result:
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():
-        unsteered = args.retain == "none" and step <= args.warmup_steps
+        warming_up = args.retain == "none" and step <= args.warmup_steps
         # Act
+        agent.steers = int(step > 0 and not warming_up)
         if step > 0:
-            actions = rollout.act(agent.act_unsteered if unsteered else policy)
+            actions = rollout.act(policy if agent.steers else agent.act_unsteered)
             data.add(rollout.step(actions, meanwhile=update.flush))
 
         # Learn: the flow alone before the switch

@@ -79,7 +79,7 @@ class OfflineArgs(OffPolicyArgs):
     """Capacity of the replay buffer, in online transitions."""
     init_from: Path | None = None
     """Run folder of the same algorithm whose networks this run starts from.
-    wsrl also takes cql and iql, and expo takes only the base policy."""
+    wsrl also takes cql and iql. expo takes only the base policy, and dsrl only the flow, also of fql and ifql."""
     normalize_obs: bool = False
     """Normalise observations by the mean and standard deviation of the dataset's."""
     d4rl_compat: bool = False

@@ -9,13 +9,26 @@ import numpy as np
 import pytest
 import torch
 from conftest import COMMON, PENDULUM, final_state, module, same, stored
-from formulas import Array, Drawn, assert_targets_follow_each_step, joined, layers, log_density, make_batch, normed
+from formulas import (
+    Array,
+    Drawn,
+    assert_log_std_is_clamped,
+    assert_targets_follow_each_step,
+    joined,
+    layers,
+    log_density,
+    make_batch,
+    normed,
+)
 from test_fql import two_modes
 
 from algos.dsrl import DSRL, PRESETS, Args
 from common.errors import InputError
+from common.networks import TanhGaussian
 from common.optim import Adam
 from common.replay_buffer import Batch
+from envs.rollout import Rollout
+from offline.dataset import Dataset, read
 from offline.offline_to_online import with_presets
 
 SMALL = COMMON | {
@@ -80,13 +93,15 @@ def chosen(agent: DSRL, obs: Array, noise: Array) -> tuple[Array, Array]:
 
 
 def test_critic_loss_equals_an_independent_formula():
-    """Half the sum over both critics, with γ² of a chunk of two, the entropy, and the whole chunks alone."""
+    """Half the sum over both critics, with γ² of a chunk of two, the entropy, and no chunk that a time limit cut."""
     agent, batch = make_agent(gamma=0.9), chunks()
     obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
     u, log_prob = chosen(agent, next_obs, Drawn(agent.generator).normal(40, 4))
     following = values(agent.target_critic, next_obs, flow_actions(agent, next_obs, B * u)).min(0)
     target = rewards + 0.9**2 * (1 - terminations) * (following - math.exp(-0.7) * log_prob)
-    errors = (values(agent.critic, obs, actions) - target) ** 2 * batch.valid.numpy()[:, 1]
+    counts = (batch.valid.numpy()[:, 1] == 1) | (terminations == 1)
+    assert 0 < (counts & (batch.valid.numpy()[:, 1] == 0)).sum() < (~counts).sum() + 14
+    errors = (values(agent.critic, obs, actions) - target) ** 2 * counts
     loss = agent.critic_loss(batch)[0].item()
     assert loss == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
 
@@ -140,7 +155,8 @@ def test_flow_loss_weighs_each_valid_action():
 def test_the_flow_is_a_function_of_its_noise():
     agent = make_agent(double=False)
     obs, before = np.ones((5, 3), np.float32), agent.generator.get_state()
-    assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
+    for agent.steers in (0, 1):
+        assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
     assert torch.equal(agent.generator.get_state(), before)
     assert not np.array_equal(agent.act(obs), agent.act(obs))
 
@@ -184,32 +200,83 @@ def test_a_steered_flow_takes_the_better_mode():
         ones = torch.ones(256, 3)
         agent.update(Batch(ones, actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
     assert all(torch.equal(a, b) for a, b in zip(before, agent.flow.parameters(), strict=True))
+    agent.steers = 1
     assert (agent.act(obs) > 0).mean() > 0.9
     assert abs(agent.act(obs[:1], deterministic=True).item() - 0.6) < 0.2
 
 
-def test_the_buffer_holds_what_was_executed(small: Callable[..., Any]):
-    """In the warm-up the unsteered flow's actions, and then those of the steered one, all in [-1, 1]."""
-    args = small("dsrl", num_envs=2)
+@pytest.mark.parametrize(("retain", "first"), [("none", 60), ("append", 0), ("mix", 0)])
+def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
+    retain: str, first: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """With two environments: then the actor chooses the noise, and is evaluated. The buffer holds actions."""
+    unsteered, act = list[bool](), Rollout.act
+
+    def noted(rollout: Rollout, policy: Any) -> Any:
+        unsteered.append(policy.__name__ == "act_unsteered")
+        return act(rollout, policy)
+
+    monkeypatch.setattr(Rollout, "act", noted)
+    evaluated = list[bool]()
+    mode = TanhGaussian.mode.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(TanhGaussian, "mode", property(lambda policy: (evaluated.append(True), mode(policy))[1]))
+    args = small("dsrl", num_envs=2, retain=retain, eval_every=10_000, eval_episodes=1)
     module("dsrl").train(args)
-    batch = stored(args.run_dir)
-    assert len(batch.actions) == args.online_steps
-    assert batch.actions.abs().max() <= 1.0
-    assert len(batch.actions.unique()) > args.online_steps / 2
+    warm_up, steps = first // 2, args.online_steps // 2
+    assert unsteered == [True] * warm_up + [False] * (steps - warm_up)
+    evaluations = 1 if first else 2  # the last one, and that after the switch
+    assert len(evaluated) == 200 * evaluations  # steps of Pendulum
+    assert stored(args.run_dir).actions.abs().max() <= 1.0
 
 
-@pytest.mark.parametrize("algo", ["fql", "ifql"])
-def test_a_trained_flow_is_loaded_and_stays(algo: str, small: Callable[..., Any], tmp_path: Path):
+def test_an_untrained_actor_is_not_evaluated():
+    """After imitation alone, evaluations sample the flow, with the same noise each time."""
+    agent, obs = make_agent(double=False), np.ones((500, 3), np.float32)
+    first, again = (agent.eval_policy()(obs) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert first.std(0).min() > 0.1
+    agent.steers = 1
+    assert agent.eval_policy()(obs).std(0).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        ("hopper-medium-v2", (1.5, (128,) * 3)), ("walker2d-medium-v2", (2.5, (2048,) * 3)),
+        ("mujoco/walker2d/medium-v0", (2.5, (2048,) * 3)), ("halfcheetah-medium-v2", (1.5, (1024,) * 3)),
+    ],
+)  # fmt: skip
+def test_presets_are_the_authors(dataset: str, expected: tuple[float, Any], monkeypatch: pytest.MonkeyPatch):
+    """Noise scale and widths, by the name of the dataset."""
+    monkeypatch.setattr("offline.offline_to_online.read", lambda *_: read(str(PENDULUM)))
+    args = with_presets(Args(dataset=dataset), PRESETS)
+    assert (args.noise_scale, args.hidden) == expected
+
+
+def test_the_first_temperature_is_1_and_log_std_is_bounded():
+    agent = DSRL(with_presets(Args(dataset=str(PENDULUM), hidden=(16,)), PRESETS), 3, 2, torch.device("cpu"))
+    assert agent.log_alpha.exp().item() == 1.0
+    assert_log_std_is_clamped(agent.actor, -20.0, 2.0)
+
+
+@pytest.mark.parametrize(("algo", "chunk"), [("fql", 1), ("fql", 2), ("ifql", 1), ("dsrl", 2)])
+def test_a_trained_flow_is_loaded_and_stays(algo: str, chunk: int, small: Callable[..., Any], tmp_path: Path):
+    """With the statistics of the observations that it learned from."""
     trained = tmp_path / algo
-    form: dict[str, Any] = {"hidden": (16, 16), "flow_steps": 3}
+    form: dict[str, Any] = {"hidden": (16, 16), "flow_steps": 3, "normalize_obs": True}
+    form |= {"chunk": chunk} if chunk > 1 else {}
     module(algo).train(small(algo, offline_steps=30, online_steps=0, run_dir=trained, **form))
-    args = small("dsrl", init_from=trained, chunk=1, offline_steps=0, online_steps=150)
-    module("dsrl").train(args)
+    same_form = {"init_from": trained, "chunk": chunk, "normalize_obs": True}
+    args = small("dsrl", offline_steps=0, online_steps=150, **same_form)
+    with pytest.MonkeyPatch.context() as patch:  # those of another dataset
+        patch.setattr(Dataset, "obs_statistics", lambda _: (np.ones(3, np.float32), np.ones(3, np.float32)))
+        module("dsrl").train(args)
     of_base, of_run = final_state(trained)["agent"], final_state(args.run_dir)["agent"]
     assert same(of_base["flow"], of_run["flow"])
+    assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
     assert not same(of_base["critic"], of_run["critic"])
-    for changed, message in (({"chunk": 2}, "do not fit"), ({"flow_steps": 4}, "--flow-steps 3: give the same here")):
-        other = small("dsrl", **{"init_from": trained, "chunk": 1, "run_dir": tmp_path / "other"} | changed)
+    for changed, message in (({"chunk": 3}, "do not fit"), ({"flow_steps": 4}, "--flow-steps 3: give the same here")):
+        other = small("dsrl", **same_form | {"run_dir": tmp_path / "other"} | changed)
         with pytest.raises(InputError, match=message):
             module("dsrl").train(other)
         assert not (tmp_path / "other").exists()
