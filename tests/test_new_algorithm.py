@@ -52,7 +52,7 @@ def test_the_tests_of_every_algorithm_find_a_new_file(project: Path) -> None:
     run = functools.partial(subprocess.run, cwd=project, env=environment, capture_output=True, text=True, check=False)
     collected = run([*line, "--collect-only", "-k", NAME]).stdout
     tests = re.findall(rf"<Function (\w+)\[\S*{NAME}\S*\]>", collected)
-    assert len(tests) >= 100, collected
+    assert len(tests) >= 90, collected
     assert len(set(tests)) >= 50, collected
     done = run([*line, "-k", f"{NAME} and ({' or '.join(QUICK)})"])
     assert done.returncode == 0, done.stdout + done.stderr
