@@ -18,7 +18,7 @@ from bench.faults import faults, runs
 from bench.faults.comparison import _same, differences
 from bench.faults.folders import compared
 from bench.faults.runs import Verdict, execute, judged
-from common.errors import InputError
+from common.errors import InputError, RunError
 from common.run_folder import mark_finished
 
 
@@ -131,6 +131,21 @@ def test_states_differ_in_type_shape_and_sign(a: object, b: object):
     assert not _same(a, b)
     assert _same(a, a)
     assert _same(float("nan"), float("nan"))
+
+
+def test_a_case_that_cannot_be_injected_ends_the_program_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The others are not injected first, which took an hour without a word."""
+
+    def draw(algo: str, seed: int, index: int) -> None:
+        (tmp_path / str(index)).touch()
+        if index == 1:
+            raise RunError("no undisturbed run")
+        time.sleep(0.1)
+
+    monkeypatch.setattr(faults, "CLASSES", {"kills": (("sac",), draw)})
+    with pytest.raises(RunError, match="no undisturbed run"):
+        faults.main(faults.Args(cases=40))
+    assert 2 <= len(list(tmp_path.iterdir())) < 20
 
 
 def test_a_seed_and_a_name_determine_a_fault():

@@ -136,7 +136,10 @@ def injected(args: Args) -> Iterator[Result]:
         os.environ["ONRAMP_FAULTS"] = folder
         with ProcessPoolExecutor(args.jobs, mp_context=get_context("fork")) as pool:
             waiting = [pool.submit(inject, case, args.seed) for case in cases_of(args)]
-            yield from filter(None, (each.result() for each in waiting))
+            try:
+                yield from filter(None, (each.result() for each in waiting))
+            finally:  # a case that cannot be injected ends the program at once, not after all others
+                pool.shutdown(cancel_futures=True)
 
 
 def counts_of(results: list[Result]) -> dict[str, dict[str, dict[str, int]]]:

@@ -106,11 +106,12 @@ def execute(
     instant: Instant | None = None,
     terminate_after: float = 0.0,
     before: Callable[[], None] | None = None,
+    seconds: float = SECONDS,
 ) -> Ended:
     """Run a command in a child of its own process group, and wait until it ends.
 
     `instant`: a signal that it sends to itself. `terminate_after`: seconds until SIGTERM, which is sent twice if the
-    first has no effect. `before`: called in the child first.
+    first has no effect. `before`: called in the child first. `seconds`: until it counts as hung.
     """
     log = folder / f"{time.monotonic_ns()}.log"
     child = os.fork()
@@ -121,7 +122,7 @@ def execute(
         finally:
             os._exit(status)
     try:
-        return _awaited(child, log, terminate_after)
+        return _awaited(child, log, terminate_after, seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -206,10 +207,10 @@ def kill_at_save(n: int) -> None:
     checkpoint.save = counted
 
 
-def _awaited(child: int, log: Path, terminate_after: float) -> Ended:
+def _awaited(child: int, log: Path, terminate_after: float, seconds: float) -> Ended:
     """Wait until the child ends. Send it SIGTERM, twice, if it is to be stopped, and SIGKILL at last."""
     hung = ""
-    end = time.monotonic() + (terminate_after or SECONDS)
+    end = time.monotonic() + (terminate_after or seconds)
     signals = [signal.SIGTERM, signal.SIGTERM] if terminate_after else []
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -218,7 +219,7 @@ def _awaited(child: int, log: Path, terminate_after: float) -> Ended:
         if time.monotonic() > end:
             number = signals.pop(0) if signals else signal.SIGKILL
             if number == signal.SIGKILL:
-                hung = f"no end after {'two signals' if terminate_after else f'{SECONDS:.0f} s'}"
+                hung = f"no end after {'two signals' if terminate_after else f'{seconds:.0f} s'}"
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
             end = time.monotonic() + SECONDS_TO_STOP
@@ -271,7 +272,7 @@ def _make_base(algo: str, name: str, folder: Path, changed: dict[str, str]) -> N
         ended = train(algo, small_flags(algo, **changed), folder, before=functools.partial(kill_at_save, 4))
     else:
         counting = functools.partial(count_calls, folder / "calls")
-        ended = train(algo, small_flags(algo, **changed), folder, before=counting)
+        ended = train(algo, small_flags(algo, **changed), folder, before=counting, seconds=10 * SECONDS)
     if ended.status != (-signal.SIGKILL if name == "interrupted" else 0):
         raise RunError(f"{algo}, {name}, failed without a fault: {ended}")
 
