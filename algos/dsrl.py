@@ -16,7 +16,7 @@ Differences from the authors' code:
 - γ is for a step. They discount a chunk of four by 0.99 and sum its rewards without a discount.
 - A time limit does not mask the bootstrap. A termination ends the chunk.
 - The noise critics make a step on each batch of the action critics. They make fewer, on batches of their own.
-- Evaluations use the actor's mode. Theirs sample.
+- Evaluations use the actor's mode. They sample the actor.
 """
 
 import common.start
@@ -238,7 +238,7 @@ def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("dsrl", args)
     data = OfflineToOnline(
-        args, run, RewardTransform(shift=args.reward_shift), chunk=(args.chunk, args.gamma),
+        args, run, RewardTransform(shift=args.reward_shift), windows=(args.chunk, args.gamma),
         online_batch=args.utd * args.batch_size,
     )  # fmt: skip
     rollout = data.rollout()

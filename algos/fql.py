@@ -15,6 +15,7 @@ Differences from the authors' code, none of which changes a loss:
 - Each network has its own Adam. With no parameter in common and no clipping, that equals one Adam over all.
 - The target critics follow the critics after their step, not before it.
 - Evaluation draws the same noise each time.
+
 docs/chunks.md has the differences from the code of QC.
 """
 
@@ -248,7 +249,7 @@ class FQL:
 def train(args: Args) -> Result:
     args = with_presets(args, presets_for(args))
     run = Run("fql", args)
-    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), chunk=(args.chunk, args.gamma))
+    data = OfflineToOnline(args, run, RewardTransform(shift=args.reward_shift), windows=(args.chunk, args.gamma))
     rollout = data.rollout()
     agent = FQL(args, rollout.obs_dim, rollout.action_dim, run.device)
     data.dataset.fit(agent.obs_normalizer)

@@ -205,7 +205,7 @@ def train(args: Args) -> Result:
     run = Run("rlpd", args)
     data = OfflineToOnline(
         args, run, RewardTransform(shift=args.reward_shift), online_batch=args.utd * args.batch_size,
-        chunk=(args.chunk, args.gamma),
+        windows=(args.chunk, args.gamma),
     )  # fmt: skip
     rollout = data.rollout()
     agent = RLPD(args, rollout.obs_dim, rollout.action_dim, run.device)

@@ -166,7 +166,7 @@ class OfflineToOnline(checkpoint.Part):
         online_returns: bool = True,
         online_batch: int | None = None,
         wait_for_full_batch: bool = True,
-        chunk: tuple[int, float] = (1, 1.0),
+        windows: tuple[int, float] = (1, 1.0),
     ) -> None:
         """Load the dataset. `rewards` and `normalize_returns` are those of `offline.dataset.load`.
 
@@ -176,7 +176,7 @@ class OfflineToOnline(checkpoint.Part):
         `Dataset.next_actions`. `online_returns`: false if returns-to-go are needed only before the switch.
         `online_batch`: size of an online batch, by default `args.batch_size`. `wait_for_full_batch`: the first online
         update waits for more transitions than it takes, as in WSRL. Else half of the first batches is one transition.
-        `chunk`: batches are of windows of that many transitions, with that discount factor (`Batch`).
+        `windows`: number of transitions and discount factor of the windows that batches hold (`Batch`).
 
         Raises InputError as `load` does, and if the dataset's environment is unknown or no episode has a window.
         """
@@ -192,12 +192,12 @@ class OfflineToOnline(checkpoint.Part):
         capacity = min(args.buffer_size, args.online_steps + args.num_envs)
         self.online_returns = online_returns and discount is not None
         self.online = ReplayBuffer(
-            capacity, data.obs_dim, data.action_dim, run.device, returns_to_go=self.online_returns, starts=chunk[0] > 1
+            capacity, data.obs_dim, data.action_dim, run.device, None, self.online_returns, starts=windows[0] > 1
         )
         self._starts = [True] * args.num_envs  # whether the next transition is the first of its episode
-        if chunk[0] > 1:
+        if windows[0] > 1:
             limit = self.settings.get("max_episode_steps") or find(self.env).max_episode_steps
-            cut_windows(dataset, self.online, *chunk, args.num_envs, limit)
+            cut_windows(dataset, self.online, *windows, args.num_envs, limit)
         self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
         columns: dict[str, Array] = {}  # of the dataset's transitions, in addition to the buffer's

@@ -136,7 +136,7 @@ def data(tmp_path: Path) -> Callable[..., OfflineToOnline]:
             dataset=str(path), env="Pendulum-v1", run_dir=tmp_path / "run", online_steps=100, offline_steps=1,
             chunk=chunk, num_envs=num_envs, buffer_size=100, **changed,
         )  # fmt: skip
-        made = OfflineToOnline(args, Run("fql", args), chunk=(chunk, GAMMA))
+        made = OfflineToOnline(args, Run("fql", args), windows=(chunk, GAMMA))
         for i in range(online):  # both environments' episodes have 5 steps
             obs = 1000.0 + np.arange(num_envs * i, num_envs * (i + 1))[:, None] * np.ones((1, 2))
             cut = np.full(num_envs, i % 5 == 4)

@@ -92,13 +92,12 @@ class Exported(nn.Module):
         self.register_buffer("middle", torch.tensor((low + high) / 2.0, dtype=torch.float32))
         self.register_buffer("half_range", torch.tensor((high - low) / 2.0, dtype=torch.float32))
         self._act = type(agent).act.__wrapped__  # type: ignore[attr-defined]
-        self._sampled = sampled
+        self._sampled, self._action_dim = sampled, len(low)
 
     def act(self, obs: Tensor) -> Tensor:
         """Return the actions in units of the box, [-1, 1]: [1, action_dim], or [1, h, action_dim] of a chunk of h."""
         actions: Tensor = self._act(self._agent[0], obs, deterministic=not self._sampled).clamp(-1.0, 1.0)
-        action_dim = len(self.middle)  # type: ignore[arg-type]
-        return actions if actions.shape[1] == action_dim else actions.unflatten(1, (-1, action_dim))
+        return actions if actions.shape[1] == self._action_dim else actions.unflatten(1, (-1, self._action_dim))
 
     def forward(self, obs: Tensor, *noise: Tensor) -> Tensor:
         with Draws(noise):
