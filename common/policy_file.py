@@ -97,7 +97,6 @@ class KeptPolicies:
     def __init__(self, run: Path, facts: dict[str, Any]) -> None:
         """`facts` are stored in each file."""
         self._evaluations, self._folder, self._facts = run / EVALUATIONS, run / POLICY_FOLDER, facts
-        self._names: set[str] = set()
         self._best: float | None = None  # the highest mean return so far, once it is known
         self._best_path = self._folder / f"best{SUFFIX}"
 
@@ -116,7 +115,7 @@ class KeptPolicies:
 
         Of equal returns the first is the best. A run that was killed repeats its evaluations, and so these files.
         """
-        self._names = self._names or names_for_acting(agent, policy, obs)
+        names = names_for_acting(agent, policy, obs)  # they may change during a run: DSRL's do when it begins to steer
         mean = statistics.mean(returns)
         if self._best is None:
             before = mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
@@ -125,7 +124,7 @@ class KeptPolicies:
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
         self._folder.mkdir(exist_ok=True)
         for name in ["best", "last"] if mean > self._best else ["last"]:
-            write_policy(self._folder / f"{name}{SUFFIX}", agent, self._names, facts)
+            write_policy(self._folder / f"{name}{SUFFIX}", agent, names, facts)
         self._best = max(mean, self._best)
 
 

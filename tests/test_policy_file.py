@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import agent_of, arguments_of, every_algorithm, flags, killed_at, module
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common.acting import eval_policy
 from common.errors import InputError, RunError
-from common.policy_file import load_into, names_for_acting, read_policy, write_policy
+from common.policy_file import KeptPolicies, load_into, names_for_acting, read_policy, write_policy
 from common.run_folder import mean_by_step, read_evaluations
 from tools.policies import load_policy, read_trained
 
@@ -91,6 +91,20 @@ def test_kills_change_no_policy(tmp_path: Path) -> None:
         assert all(torch.equal(one.tensors[key], other.tensors[key]) for key in one.tensors)
         assert (one.facts["step"], one.facts["return"]) == (other.facts["step"], other.facts["return"])
     assert not list((tmp_path / "killed" / "policy").glob("*.part"))
+
+
+def test_a_resumed_run_writes_the_same_file(tmp_path: Path) -> None:
+    """Also of an agent that reads other attributes since an earlier evaluation: DSRL, when it begins to steer."""
+    agent = agent_of("dsrl", action_dim=1)
+    for name, phases in (("whole", (0, 1)), ("resumed", (1,))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "evaluations.csv").touch()
+        kept = KeptPolicies(tmp_path / name, {"algo": "dsrl", "arguments": {}})
+        for agent.steers in phases:
+            kept.keep(agent, eval_policy(agent), OBS, [1.0], step=agent.steers)
+    one, other = (load_file(tmp_path / name / "policy" / "last.safetensors") for name in ("whole", "resumed"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("damage", ["appended", "folder", "deleted"])
