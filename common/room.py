@@ -1,7 +1,8 @@
-"""Refuse sizes that need more memory than there is, before anything is allocated."""
+"""Refuse sizes that need more memory than there is, or ten years, before anything is allocated."""
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ NUMBER = 4
 WEIGHT = 4 * NUMBER  # with its gradient and Adam's two moments
 ENVIRONMENT, PROCESS = 2**18, 2**26  # MuJoCo's model and data; a Python process of its own
 EPISODE = 2**9  # of an evaluation
+A_SECOND = 10**6  # steps, updates or steps of a flow that follow one another, as an upper bound
+TEN_YEARS = 10 * 365 * 24 * 3600  # seconds
 
 
 def require_room(args: RunArgs, device: torch.device) -> None:
-    """Raise InputError for the first flag whose size alone needs more memory than is free on its device."""
+    """Raise InputError for the first flag whose size alone needs ten years, or more memory than its device has free."""
+    for flag, work in _work(args):
+        if work / A_SECOND > TEN_YEARS:
+            raise InputError(
+                f"{flag} lets the run take ten years or more, even with a million steps a second: give a smaller number"
+            )
     free = {each: free_memory(each) for each in {device, torch.device("cpu")}}
     for flag, need, holder in _needs(args, device):
         if need > free[holder]:
@@ -28,13 +36,27 @@ def require_room(args: RunArgs, device: torch.device) -> None:
             )
 
 
+def _work(args: RunArgs) -> Iterator[tuple[str, int]]:
+    """Yield a flag, and how many things the run does one after another at least because of it."""
+    first, last = args.span
+    steps = last - first
+    size = partial(_size, args)
+    for name in ("total_steps", "offline_steps", "online_steps"):
+        yield f"--{name.replace('_', '-')}", size(name)
+    yield "--utd", max(last, 0) * size("utd")
+    for name in ("flow_steps", "denoising_steps"):
+        yield f"--{name.replace('_', '-')}", steps * size(name)
+    yield "--epochs", steps // (args.num_envs * size("rollout_steps")) * size("epochs")
+
+
+def _size(args: RunArgs, name: str) -> Any:
+    value = getattr(args, name, 1)
+    return value if isinstance(value, int | tuple) else 1  # some come from the dataset's domain, later
+
+
 def _needs(args: RunArgs, device: torch.device) -> Iterator[tuple[str, int, torch.device]]:
     """Yield a flag, the bytes that it needs at least, and the device that holds them."""
-
-    def size(name: str) -> Any:
-        value = getattr(args, name, 1)
-        return value if isinstance(value, int | tuple) else 1  # some come from the dataset's domain, later
-
+    size = partial(_size, args)
     cpu = torch.device("cpu")
     yield "--num-envs", size("num_envs") * (PROCESS if args.vectorizer == "async" else ENVIRONMENT), cpu
     yield "--eval-episodes", size("eval_episodes") * EPISODE, cpu

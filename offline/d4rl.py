@@ -1,8 +1,8 @@
 """Read D4RL's datasets, and any HDF5 file in their layout, with h5py alone.
 
 Source: Fu et al. 2020, "D4RL: Datasets for Deep Data-Driven Reinforcement Learning", arXiv 2004.07219. `d4rl.csv` holds
-the ids, files, reference scores and time limits of its package, version 1.1 (Apache-2.0). docs/d4rl.md lists the files'
-known faults.
+the ids, files, reference scores and time limits of its package, version 1.1 (Apache-2.0), and the sizes of files that
+TensorFlow Datasets has recorded (Apache-2.0). docs/d4rl.md lists the files' known faults.
 """
 
 import contextlib
@@ -36,6 +36,8 @@ class Entry(NamedTuple):
     max_episode_steps: int
     action_bound: float
     """Bound (±) of its environment's actions in D4RL's source, also if that environment does not run here."""
+    size: int | None
+    """Bytes of the file, if they are known."""
 
 
 def _ids() -> dict[str, Entry]:
@@ -46,6 +48,7 @@ def _ids() -> dict[str, Entry]:
                 (float(row["ref_min_score"]), float(row["ref_max_score"])) if row["ref_min_score"] else None,
                 int(row["max_episode_steps"]),
                 action_bound=1.5 if row["id"].startswith("flow-merge") else 1.0,  # max_accel in d4rl/flow/merge.py
+                size=int(row["bytes"]) if row["bytes"] else None,
             )
             for row in csv.DictReader(file)
         }
@@ -110,7 +113,7 @@ def _locate(source: str) -> tuple[Path, Entry | None]:
         return Path(source), None
     path = folder() / Path(IDS[source].file).name
     if not path.exists():
-        download(url(source), path, check=_check_layout)
+        download(url(source), path, check=_check_layout, size=IDS[source].size)
     require_same(path)
     return path, IDS[source]
 

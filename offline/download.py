@@ -45,12 +45,14 @@ def require_connection(url: str) -> None:
     return None
 
 
-def download(url: str, path: Path, check: Callable[[Path], object], variable: str = "D4RL_DATASET_DIR") -> None:
+def download(
+    url: str, path: Path, check: Callable[[Path], object], variable: str = "D4RL_DATASET_DIR", size: int | None = None
+) -> None:
     """Download `url` to `path`, which appears only once it is whole: it has the promised size and passed `check`.
 
     What was received is kept in `path`.part. The next call resumes from there if the server still has the same file.
     `check` gets the path of the received file and raises InputError if its content is wrong. `variable` selects the
-    folder, for messages.
+    folder, for messages. A file of another `size` in bytes than is published is refused.
 
     Raises InputError if the file cannot be downloaded, RunError if the disk is full or the connection is cut.
     """
@@ -61,7 +63,7 @@ def download(url: str, path: Path, check: Callable[[Path], object], variable: st
         with FileLock(lock):  # another process may be downloading it: wait for that file
             try:
                 if not path.exists():
-                    _insist(url, part, facts)
+                    _insist(url, part, facts, size)
                     _land(url, part, path, facts, check)
             finally:
                 lock.unlink()  # while it is held; a process that waits for it makes a new one
@@ -112,14 +114,14 @@ def _land(url: str, part: Path, path: Path, facts: Path, check: Callable[[Path],
     facts.unlink(missing_ok=True)
 
 
-def _insist(url: str, part: Path, facts: Path) -> None:
+def _insist(url: str, part: Path, facts: Path, size: int | None) -> None:
     """Call `_receive`, and again if the connection breaks or the server refuses the range.
 
     Raises RunError if the connection breaks in each of TRIES tries.
     """
     for attempt in range(TRIES):
         try:
-            return _receive(url, part, facts)
+            return _receive(url, part, facts, size)
         except urllib.error.HTTPError as error:
             if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE or attempt == TRIES - 1:
                 raise
@@ -132,7 +134,7 @@ def _insist(url: str, part: Path, facts: Path) -> None:
     raise AssertionError
 
 
-def _receive(url: str, part: Path, facts: Path) -> None:
+def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
     """Append what is missing to `part`. Raises IncompleteRead if its size is not the promised one."""
     if part.is_symlink() or not part.is_file():  # a link or a pipe that was put there is never written through
         part.unlink(missing_ok=True)
@@ -145,6 +147,12 @@ def _receive(url: str, part: Path, facts: Path) -> None:
             have = 0  # the server sends the whole file: it has no ranges, or the file has changed
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length and length.isdecimal() else None
+        if size is not None and total not in (size, None):
+            raise InputError(
+                f"{url} has {total:,} bytes, and the published file has {size:,}: "
+                f"get the file by other means and put it at {part.with_suffix('')}"
+            )
+        total = size if total is None else total
         free = shutil.disk_usage(part.parent).free
         if total is not None and total - have > free:
             raise RunError(f"{part.parent} has {free:,} bytes free, {url} takes {total - have:,} more: make room")

@@ -169,6 +169,18 @@ def test_sizes_beyond_all_memory(run, tmp_path: Path, algo: str, flag: str):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "flag", ["total_steps", "offline_steps", "online_steps", "utd", "flow_steps", "denoising_steps", "epochs"]
+)
+def test_work_of_ten_years(run, tmp_path: Path, flag: str):
+    """They are 3.2 · 10¹⁴ steps at a million a second."""
+    algo = max(with_flag(flag))
+    given = [f"--{flag.replace('_', '-')}", str(4 * 10**14)]
+    data = ["--dataset", str(PENDULUM), "--online-steps", "9"] if algo in OFFLINE else []
+    assert_refused(run(*data, *given, algo=algo), 2, given[0], "ten years or more", "give a smaller number")
+    assert list(tmp_path.iterdir()) == []
+
+
 @every_algorithm
 def test_numbers_beyond_float32(run, tmp_path: Path, algo: str):
     """Each flag of a float: 10³⁹ would be infinite in the first product."""

@@ -18,7 +18,7 @@ from d4rl_file import make
 
 from common.errors import InputError, RunError
 from offline import download as module
-from offline.d4rl import read
+from offline.d4rl import IDS, read
 from offline.download import download, require_same
 
 CONTENT = bytes(range(256)) * 4000  # just over a million bytes
@@ -216,9 +216,9 @@ def test_an_id_is_downloaded_once_into_d4rls_folder(
     monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
     for _ in range(2):
-        assert len(read("walker2d-medium-v2")) == 5
+        assert len(read("relocate-human-v1")) == 5
     assert len(server.asked) == 1
-    assert left(tmp_path / "cache") == {"walker2d_medium-v2.hdf5", "walker2d_medium-v2.hdf5.sha256"}
+    assert left(tmp_path / "cache") == {"relocate-human-v1.hdf5", "relocate-human-v1.hdf5.sha256"}
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -229,8 +229,8 @@ def test_another_file_under_the_same_id_is_refused(
     monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
     server.content = make(tmp_path / "theirs.hdf5", "..t..o").read_bytes()
-    read("walker2d-medium-v2")
-    path = tmp_path / "cache" / "walker2d_medium-v2.hdf5"
+    read("relocate-human-v1")
+    path = tmp_path / "cache" / "relocate-human-v1.hdf5"
     other = make(tmp_path / "other.hdf5", "..t..o...o").read_bytes()
     if again:
         path.unlink()
@@ -239,11 +239,11 @@ def test_another_file_under_the_same_id_is_refused(
         path.write_bytes(other)
     for _ in range(2):
         with pytest.raises(
-            InputError, match=r"not the file that was first used here: .* walker2d_medium-v2\.hdf5\.sha256"
+            InputError, match=r"not the file that was first used here: .* relocate-human-v1\.hdf5\.sha256"
         ):
-            read("walker2d-medium-v2")
+            read("relocate-human-v1")
     path.with_name(path.name + ".sha256").unlink()
-    assert len(read("walker2d-medium-v2")) == 8
+    assert len(read("relocate-human-v1")) == 8
 
 
 def test_the_note_is_that_of_sha256sum(tmp_path: Path) -> None:
@@ -256,8 +256,39 @@ def test_an_id_whose_download_is_no_dataset(server: Server, tmp_path: Path, monk
     monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
     with pytest.raises(InputError, match=r"is not the right one.*not an HDF5 file"):
-        read("walker2d-medium-v2")
+        read("relocate-human-v1")
     assert left(tmp_path / "cache") == set()
+
+
+def test_a_file_of_another_size_than_is_published_is_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is received, so nothing is left."""
+    server.content = make(tmp_path / "theirs.hdf5", "..t..o").read_bytes()
+    monkeypatch.setenv("D4RL_MIRROR", server.url.rpartition("/")[0])
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=r"and the published file has 2,040,573: .*cache/pen-human-v1\.hdf5$"):
+        read("pen-human-v1")
+    assert left(tmp_path / "cache") == set()
+
+
+@pytest.mark.parametrize("length", [None, "abc"])
+def test_the_published_size_is_that_of_the_whole_file(server: Server, tmp_path: Path, length: str | None) -> None:
+    """Also of a download that resumes, and if the server does not announce it."""
+    server.cut_at, server.length = ([5000] if length is None else []), length
+    download(server.url, tmp_path / "a", anything, size=len(CONTENT))
+    assert (tmp_path / "a").read_bytes() == CONTENT
+    with pytest.raises(
+        InputError if length is None else RunError, match="published" if length is None else "cut short"
+    ):
+        download(server.url, tmp_path / "b", anything, size=len(CONTENT) + 1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_published_sizes_are_those_of_ids_that_share_a_file() -> None:
+    sizes = {entry.file: entry.size for entry in IDS.values()}
+    assert all(entry.size == sizes[entry.file] for entry in IDS.values())
+    assert sizes["gym_mujoco_v2/hopper_medium-v2.hdf5"] == 152_756_557
 
 
 def test_a_folder_that_cannot_be_written_remembers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
