@@ -1,4 +1,4 @@
-"""Evaluation episodes, stepped together in environments and with seeds of their own."""
+"""Evaluation episodes, stepped together in environments of their own and with seeds of their own."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from common.errors import RunError
 
 Act = Callable[[NDArray[Any]], NDArray[np.float32]]
+TOGETHER = 10  # most environments that an evaluation makes: one of OGBench's cubes takes 160 MB
 MAX_EPISODE_STEPS = 100_000  # an episode that never ends would stall the run without a message
 
 
@@ -27,15 +28,22 @@ class Episode(NamedTuple):
 
 
 def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) -> list[Episode]:
-    """Run one episode in each environment, all stepped together.
+    """Run an episode for each seed, as many at a time as there are environments, which are stepped together.
 
     `act` maps obs [n, obs_dim] to actions [n, action_dim], or to plans [n, h · action_dim] of the next h actions, which
     are executed open loop. Every call resets with the same seeds, so only the policy differs between evaluations. An
     evaluation keeps no state and does not affect training. Raises RunError if an episode does not end, or if a reward
     or `info["return"]` is not finite.
     """
-    if not envs:
-        return []
+    episodes: list[Episode] = []
+    while len(episodes) < len(seeds):
+        group = seeds[len(episodes) :][: len(envs)]
+        episodes += _together(act, envs[: len(group)], group, len(episodes))
+    return episodes
+
+
+def _together(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int], first: int) -> list[Episode]:
+    """Run one episode in each environment. `first` is the number of the first one, for messages."""
     obs = np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     returns, lengths = np.zeros(len(envs)), np.zeros(len(envs), np.int64)
     successes: list[bool | None] = [None] * len(envs)
@@ -52,7 +60,8 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
                 what = "return" if math.isfinite(reward) else f"reward of {reward}"
                 what = f'info["return"] of {returns[i]}' if "return" in info else what
                 raise RunError(
-                    f"the environment gave a non-finite {what} in step {lengths[i]:,} of evaluation episode {i}\n"
+                    f"the environment gave a non-finite {what} in step {lengths[i]:,} "
+                    f"of evaluation episode {first + i}\n"
                     "check whether it diverges (actions, time step), or give another --env"
                 )
             if "success" in info:

@@ -104,13 +104,17 @@ def test_a_return_that_is_not_finite_is_named():
     assert all(len(sentence.split()) <= 25 for sentence in said.splitlines())
 
 
-def test_side_by_side_equals_one_by_one():
-    """And raw rewards are reported, undiscounted: Hopper ends early under these actions, each episode elsewhere."""
+@pytest.mark.parametrize("envs", [4, 3, 1])
+def test_side_by_side_equals_one_by_one(envs: int):
+    """Also with fewer environments than episodes. Raw rewards are reported, undiscounted.
+
+    Hopper ends early under these actions, each episode elsewhere.
+    """
 
     def act(obs: Any) -> Any:
         return np.tanh(obs[:, :3]).astype(np.float32)
 
-    together = evaluate(act, [make("Hopper-v4") for _ in range(4)], [1, 2, 3, 4])
+    together = evaluate(act, [make("Hopper-v4") for _ in range(envs)], [1, 2, 3, 4])
     for seed, episode in zip([1, 2, 3, 4], together, strict=True):
         env = make("Hopper-v4")
         obs, _ = env.reset(seed=seed)

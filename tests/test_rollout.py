@@ -15,6 +15,7 @@ from test_vector import Short
 from common import checkpoint
 from common.errors import RunError
 from common.seeding import generator
+from envs.make import make
 from envs.rollout import Rollout, Transitions
 
 FOLDER = Path("replay")  # a rollout writes nothing into it
@@ -244,6 +245,19 @@ def test_evaluations_leave_training_alone_and_start_alike(rollout: Any) -> None:
     assert [episode.length for episode in first] == [200, 200]
     assert first == second
     assert same(before, made.save(FOLDER))
+
+
+def test_many_evaluation_episodes_need_few_environments(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take more than a hundred megabytes."""
+    made: list[str] = []
+
+    def counted(env: str, **settings: Any) -> Any:
+        made.append(env)
+        return make(env, **settings)
+
+    monkeypatch.setattr("envs.rollout.make", counted)
+    assert len(rollout("Apart-v0", eval_episodes=50).evaluate(lambda obs: 0 * obs)) == 50
+    assert len(made) <= 10
 
 
 def test_random_actions_are_uniform_and_of_the_generator(rollout: Any) -> None:

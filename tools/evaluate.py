@@ -14,7 +14,6 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ import tyro
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError
-from common.evaluate import Episode, evaluate
+from common.evaluate import TOGETHER, Episode, evaluate
 from common.files import replacing
 from common.messages import print_result
 from common.seeding import seeds
@@ -35,7 +34,6 @@ from envs.settings import is_plain
 from offline.scores import reference, scorer
 from tools.policies import Trained, load_policy, read_trained
 
-TOGETHER = 10  # environments stepped together
 COLUMNS = ("policy", "episode", "seed", "return", "length", "success", "normalized_score")
 HEADINGS = ("policy", "step", "episodes", "mean", "std", "median", "min", "max", "length", "success", "score")
 
@@ -68,8 +66,8 @@ class Args:
             raise InputError("no policy is given: give a run folder, a policy file or a name such as sac/Hopper-v4")
 
 
-def episodes_of(args: Args, trained: Trained, name: str) -> Iterator[tuple[int, Episode]]:
-    """Yield each episode of a policy with its seed. Raise InputError if the policy does not fit the environment."""
+def episodes_of(args: Args, trained: Trained, name: str) -> list[tuple[int, Episode]]:
+    """Return each episode of a policy with its seed. Raise InputError if the policy does not fit the environment."""
     env_id, settings = trained.environment(args.env, args.env_kwargs)
     seed = int(trained.arguments["seed"]) if args.seed is None else args.seed
     each = seeds(seed, "evaluation", args.episodes)
@@ -79,9 +77,7 @@ def episodes_of(args: Args, trained: Trained, name: str) -> Iterator[tuple[int, 
             for _ in range(min(TOGETHER, args.episodes))
         ]
         policy = load_policy(name, envs[0], seed, deterministic=not args.sampled)
-        for start in range(0, args.episodes, TOGETHER):
-            now = each[start : start + TOGETHER]
-            yield from zip(now, evaluate(policy, envs[: len(now)], now), strict=True)
+        return list(zip(each, evaluate(policy, envs, each), strict=True))
 
 
 def summary(episodes: list[Episode], scores: list[float] | None) -> dict[str, Any]:

@@ -21,13 +21,12 @@ from gymnasium.spaces import flatdim
 from common.acting import eval_policy
 from common.command_line import command_line
 from common.errors import InputError
-from common.evaluate import evaluate
+from common.evaluate import TOGETHER, evaluate
 from common.messages import print_result
 from common.policy_file import SUFFIX, names_for_acting, write_policy
 from common.run_folder import task_name, without_folders
 from common.seeding import seeds
 from envs.make import make
-from tools.evaluate import TOGETHER
 from tools.policies import POLICIES, Trained, load_agent, read_trained
 
 TO_CHOOSE, TO_REPORT = (1_000_001, 20), (1_000_002, 100)  # seed and number of episodes; no training uses these seeds
@@ -53,11 +52,7 @@ def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
     sizes = flatdim(envs[0].observation_space), flatdim(envs[0].action_space)
     policy = eval_policy(load_agent(run, *sizes, run.arguments["seed"]))
     each = seeds(seed, "kept", episodes)
-    found: list[float] = []
-    for start in range(0, episodes, TOGETHER):
-        now = each[start : start + TOGETHER]
-        found += [episode.return_ for episode in evaluate(policy, envs[: len(now)], now)]
-    return found
+    return [episode.return_ for episode in evaluate(policy, envs, each)]
 
 
 def main(args: Args) -> Path:
