@@ -99,6 +99,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "antmaze": LARGE | {"reward_shift": -1.0},
 }
 
+BASES: dict[str, dict[str, str]] = {"fql": {}, "ifql": {}}  # algorithms whose flow can be steered
+
 
 class Actor(nn.Module):
     """π(u|s): map obs [batch, obs_dim] to a tanh-Gaussian over noise in units of b [batch, action_dim]."""
@@ -246,7 +248,7 @@ def train(args: Args) -> Result:
     data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
-    data.load_pretrained(agent, ("fql", "ifql"), only=("flow", "obs_normalizer"), must_match=("flow_steps",))
+    data.load_pretrained(agent, BASES, only=("flow", "obs_normalizer"), must_match=("flow_steps",))
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -9,6 +9,7 @@ what is sampled after the switch:
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -255,20 +256,21 @@ class OfflineToOnline(checkpoint.Part):
         return rollout
 
     def load_pretrained(
-        self, agent: object, from_algos: tuple[str, ...] = (), only: tuple[str, ...] = (),
-        must_match: tuple[str, ...] = (),
+        self, agent: object, from_algos: Mapping[str, Mapping[str, str]] | None = None,
+        only: tuple[str, ...] = (), must_match: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Give the agent of a new run the networks of `--init-from`, and the moments of their optimisers.
 
-        From a run of one of `from_algos`, take what both have. With `only`, take only those attributes, for which
-        rewards do not matter. The arguments `must_match` must be equal in both runs. Call it before `Run.resume`, so
-        that a run that does not fit leaves no folder. Raises InputError if it does not fit.
+        From a run of one of `from_algos`, take what both have. Its values map names of attributes there to names here.
+        With `only`, take only those attributes, for which rewards do not matter. The arguments `must_match` must be
+        equal in both runs. Call it before `Run.resume`, so that a run that does not fit leaves no folder. Raises
+        InputError if it does not fit.
         """
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
             return
         config, own = run_config(folder), self.dataset.rewards
-        algo, was = config["algo"], config["arguments"]
+        algo, was, from_algos = config["algo"], config["arguments"], from_algos or {}
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
         for name in ("normalize_obs", *must_match):
@@ -278,7 +280,8 @@ class OfflineToOnline(checkpoint.Part):
         if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):
             raise InputError(f"{folder} was trained in {self.env} with other arguments: give the same --env-kwargs")
         saved = read_state(folder, agent, "give another --init-from")
-        theirs, (scale, shift) = saved["agent"], saved.get("data", saved).get("rewards", own)
+        theirs = {from_algos.get(algo, {}).get(name, name): state for name, state in saved["agent"].items()}
+        scale, shift = saved.get("data", saved).get("rewards", own)
         if not only and not np.allclose((scale, shift), own):
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"
             raise InputError(  # the critics' values depend on them
