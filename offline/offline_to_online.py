@@ -263,8 +263,7 @@ class OfflineToOnline(checkpoint.Part):
 
         From a run of one of `from_algos`, take what both have. Its values map names of attributes there to names here.
         With `only`, take only those attributes, for which rewards do not matter. The arguments `must_match` must be
-        equal in both runs. Call it before `Run.resume`, so that a run that does not fit leaves no folder. Raises
-        InputError if it does not fit.
+        equal in both runs. Raises InputError if the run does not fit: call it before `Run.resume` makes a folder.
         """
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
