@@ -75,6 +75,7 @@ NonNegativeInt = Annotated[int, Interval(0, has_low=True)]
 NonNegative = Annotated[float, Interval(0, has_low=True)]
 AnyNumber = Annotated[float, Interval()]
 OptionalNumber = Annotated[float | None, Interval()]
+OptionalNonNegativeInt = Annotated[int | None, Interval(0, has_low=True)]
 UnitInterval = Annotated[float, Interval(0, 1, has_low=True, has_high=True)]  # [0, 1]
 Fraction = Annotated[float, Interval(0, 1, has_high=True)]  # (0, 1]
 OpenFraction = Annotated[float, Interval(0, 1)]  # (0, 1)

@@ -178,9 +178,12 @@ class Critic(nn.Module):
         self.net = net
 
     def forward(self, obs: Tensor, actions: Tensor, members: int | Tensor | None = None) -> Tensor:
+        return self.outputs(obs, actions, members).view(-1, *actions.shape[:-1])
+
+    def outputs(self, obs: Tensor, actions: Tensor, members: int | Tensor | None) -> Tensor:
+        """Return what the networks give for all pairs of obs and actions: [critics, pairs, outputs]."""
         inputs = torch.cat([obs.expand(*actions.shape[:-1], -1), actions], dim=-1).flatten(0, -2)
-        values: Tensor = self.net(inputs) if members is None else self.net.forward_members(members, inputs)
-        return values.view(-1, *actions.shape[:-1])
+        return self.net(inputs) if members is None else self.net.forward_members(members, inputs)
 
 
 def orthogonal(

@@ -80,7 +80,7 @@ class OfflineArgs(OffPolicyArgs):
     """Capacity of the replay buffer, in online transitions."""
     init_from: Path | None = None
     """Run folder of the same algorithm whose networks this run starts from.
-    wsrl also takes cql and iql. expo takes only the base policy, and dsrl only the flow, also of fql and ifql."""
+    wsrl also takes cql and iql. expo takes only the base policy, as do dsrl and pa_rl, also from other algorithms."""
     normalize_obs: bool = False
     """Normalise observations by the mean and standard deviation of the dataset's."""
     d4rl_compat: bool = False
@@ -273,7 +273,7 @@ class OfflineToOnline(checkpoint.Part):
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
         for name in ("normalize_obs", *must_match):
-            there = was.get(name, getattr(type(self.args), name))  # an older run had the default
+            there = was.get(name, getattr(type(self.args) if algo == self._algo else self.args, name))  # older: default
             if there != getattr(self.args, name):
                 raise InputError(f"{folder} was trained with --{name.replace('_', '-')} {there}: give the same here")
         if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):

@@ -60,6 +60,9 @@ class Args:
     """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
 
 
+CANNOT = (RuntimeError, TypeError, NotImplementedError, torch.onnx.errors.OnnxExporterError)  # express a policy
+
+
 class Draws(TorchFunctionMode):
     """Notes each random draw of the code inside, or replaces the draws by given tensors, in order."""
 
@@ -121,9 +124,13 @@ def main(args: Args) -> Path:
     agent = load_agent(trained, obs.shape[1], box.shape[0], 0)
     module = Exported(agent, box.low, box.high, args.sampled).eval()
     output = args.output or trained.output("policy.onnx", env_id)
+    facts = facts_of(trained, env_id)
     try:
-        data = to_onnx(module, obs, facts_of(trained, env_id))
-    except (RuntimeError, TypeError, NotImplementedError, torch.onnx.errors.OnnxExporterError) as error:
+        try:
+            data = to_onnx(module, module, obs, facts)
+        except CANNOT:
+            data = to_onnx(below_autograd(module, obs), module, obs, facts)
+    except CANNOT as error:
         log.warning(f"ONNX cannot express this policy, so TorchScript is written: {str(error).splitlines()[0]}")
         output, data = output.with_suffix(".pt"), to_torchscript(module, obs)
     difference = difference_of(data, module, obs)
@@ -171,14 +178,26 @@ def facts_of(trained: Trained, env_id: str) -> dict[str, str]:
             "arguments": json.dumps(trained.arguments)}  # fmt: skip
 
 
-def to_onnx(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> bytes:
-    """Return the ONNX file's bytes, for one observation at a time."""
+def below_autograd(module: Exported, obs: NDArray[np.float32]) -> nn.Module:
+    """Return the operations of acting on one observation as a graph, without gradients.
+
+    An exporter cannot express a gradient, such as that by which PA-RL improves its actions.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # it takes a second
+
+    with torch.no_grad():
+        graph: nn.Module = make_fx(module)(torch.from_numpy(obs[:1]), *(tensor for _, tensor in draws(module, obs[:1])))
+    return graph
+
+
+def to_onnx(form: nn.Module, module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> bytes:
+    """Return the ONNX file's bytes of a form of the module, for one observation at a time."""
     noise = draws(module, obs[:1])
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that are not needed
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            module, (torch.from_numpy(obs[:1]), *(tensor for _, tensor in noise)), dynamo=True, verbose=False,
+            form, (torch.from_numpy(obs[:1]), *(tensor for _, tensor in noise)), dynamo=True, verbose=False,
             input_names=["obs", *names_of(noise)], output_names=["actions"],
         )  # fmt: skip
     assert program is not None
@@ -218,7 +237,7 @@ def to_torchscript(module: Exported, obs: NDArray[np.float32]) -> bytes:
     arguments, data = (torch.from_numpy(obs[:1]), *(tensor for _, tensor in draws(module, obs[:1]))), io.BytesIO()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(module, arguments), data)
+        torch.jit.save(torch.jit.trace(below_autograd(module, obs), arguments), data)
     return data.getvalue()
 
 

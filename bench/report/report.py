@@ -131,7 +131,7 @@ def algorithms_table() -> Table:
         if seeds:
             returns = f"{spread_at(seeds, HEADLINE[1])}; published {spread_at(theirs, HEADLINE[1])}"
         heading = (ROOT / "docs" / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
-        label = heading if heading.lower().replace("+", "_") == name else name.upper()
+        label = heading if re.sub(r"[+-]", "_", heading.lower()) == name else name.upper()
         data = "offline to online" if "OfflineArgs" in text else "online"
         table.rows.append(
             [
