@@ -46,15 +46,15 @@ class Args(OfflineArgs):
     """Type of the policy. gaussian: the mean of a Gaussian, without its noise. flow: flow matching with Euler steps.
     diffusion: DDPM."""
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the actor's hidden layers. Diffusion has --width and --blocks instead."""
+    """Widths of the actor's hidden layers, except with --policy diffusion."""
     flow_steps: int = 10
-    """Euler steps of the flow from noise to an action."""
+    """With --policy flow: Euler steps from noise to an action."""
     denoising_steps: int = 10
-    """Steps T of the diffusion from noise to an action."""
+    """With --policy diffusion: steps T from noise to an action."""
     width: int = 256
-    """Width of the diffusion's residual stream."""
+    """With --policy diffusion: width of the residual stream."""
     blocks: int = 3
-    """Number of residual blocks of the diffusion."""
+    """With --policy diffusion: number of residual blocks."""
     normalize_obs: bool = True
     """Normalise observations by the mean and standard deviation of the dataset's."""
     actor_lr: float = 3e-4
@@ -148,7 +148,7 @@ def train(args: Args) -> Result:
     data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
-    data.load_pretrained(agent)
+    data.load_pretrained(agent, must_match=("policy", "flow_steps", "denoising_steps"))
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():
