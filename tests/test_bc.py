@@ -109,22 +109,20 @@ def test_evaluations_have_noise_of_their_own(policy: str) -> None:
 
 
 def test_flow_and_diffusion_sample_both_modes_a_mean_neither() -> None:
-    """Actions are near ±0.6, a quarter of them above 0, where the mean is -0.3."""
-    rng, updates, near = torch.Generator().manual_seed(0), 600, {}
+    """Actions are near ±0.6, a quarter of them above 0; the mean of all is -0.3."""
+    obs, rng, updates = np.ones((5_000, 3), np.float32), torch.Generator().manual_seed(0), 800
+    form: dict[str, Any] = {"hidden": (64, 64), "width": 64, "blocks": 1}
     for policy in ("gaussian", "flow", "diffusion"):
-        agent = BC(
-            Args(dataset=str(PENDULUM), policy=policy, hidden=(64, 64), width=32, blocks=2), 3, 1, torch.device("cpu")
-        )
+        agent = BC(Args(dataset=str(PENDULUM), policy=policy, **form), 3, 1, torch.device("cpu"))
         for update in range(updates):
             agent.actor_optimizer.lr = 3e-3 * (1 - update / updates)
             agent.update(two_modes(256, rng))
-        actions = agent.act(np.ones((5_000, 3), np.float32))
-        near[policy] = [(np.abs(actions - mode) < 0.35).mean() for mode in (-0.6, -0.0, 0.6)]
+        actions = agent.act(obs)
+        near = [(np.abs(actions - mode) < 0.35).mean() for mode in (-0.6, 0.6)]
         if policy == "gaussian":
-            assert actions == pytest.approx(-0.3, abs=0.05)
+            np.testing.assert_allclose(actions, -0.3, atol=0.1)
         else:
-            assert near[policy][0] == pytest.approx(0.73, abs=0.08)
-            assert near[policy][2] == pytest.approx(0.23, abs=0.08)
+            assert near == [pytest.approx(0.73, abs=0.08), pytest.approx(0.23, abs=0.08)]
 
 
 @needs_onnx
@@ -139,17 +137,18 @@ def test_exported_and_kept_policies_act_as_the_run(
     for deterministic in (True, False):
         run, kept = (load_policy(str(folder / path), env, 3, deterministic) for path in ("", "policy/last.safetensors"))
         assert run(obs).tobytes() == kept(obs).tobytes()
+    exported = run_file(export.main(export.Args(str(folder))), obs)
     agent, rng = run.act.__self__, np.random.default_rng(0)
     noise = torch.from_numpy(np.stack([rng.standard_normal((draws, 1)) for _ in obs], 1).astype(np.float32))
     monkeypatch.setattr("common.diffusion.normal_like", lambda x, generator, left=[*noise[1:]]: left.pop(0))
     agent.noise = lambda obs, generator: noise[0]
-    np.testing.assert_allclose(run_file(export.main(export.Args(str(folder))), obs), 2.0 * agent.act(obs), atol=1e-5)
+    np.testing.assert_allclose(exported, 2.0 * agent.act(obs), atol=1e-5)
 
 
 def test_a_flow_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Killed before the switch, after it and in the last evaluation."""
     arguments = {"policy": "flow", "checkpoint_every": 30, "eval_episodes": 1}
-    places = [("update", 75), ("online step", 50), ("evaluation", 2)]
+    places = [("update", 75), ("online step", 50), ("evaluation", 1)]
     assert_kills_change_nothing("bc", arguments, places, tmp_path)
 
 

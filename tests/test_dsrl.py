@@ -1,6 +1,5 @@
 """DSRL against formulas written a second time in float64, what must not change, and a problem whose answer is known."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from common.errors import InputError
 from common.networks import TanhGaussian
 from common.optim import Adam
 from common.replay_buffer import Batch
+from common.run_folder import config_text, run_config
 from envs.rollout import Rollout
 from offline.dataset import Dataset, read
 from offline.offline_to_online import with_presets
@@ -278,7 +278,7 @@ def test_a_trained_flow_is_loaded_and_stays(algo: str, chunk: int, small: Callab
     (of_flow,) = (name for name in of_base if BASES.get(algo, {}).get(name, name) == "flow")
     assert same(of_base[of_flow], of_run["flow"])
     assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
-    assert not same(of_base["critic"], of_run["critic"])
+    assert algo == "bc" or not same(of_base["critic"], of_run["critic"])  # BC has none
     for changed, message in (({"chunk": 3}, "do not fit"), ({"flow_steps": 4}, "--flow-steps 3: give the same here")):
         other = small("dsrl", **same_form | {"run_dir": tmp_path / "other"} | changed)
         with pytest.raises(InputError, match=message):
@@ -294,10 +294,10 @@ def test_a_policy_that_is_no_flow_is_refused(policy: str, small: Callable[..., A
     args = small("dsrl", init_from=trained, run_dir=tmp_path / "other")
     with pytest.raises(InputError, match=f"with --policy {policy}: give a run with --policy flow$"):
         module("dsrl").train(args)
-    config = json.loads((trained / "config.json").read_text())
+    config = run_config(trained)
     for name in ("policy", "flow_steps"):
         del config["arguments"][name]
-    (trained / "config.json").write_text(json.dumps(config))
+    (trained / "config.json").write_text(config_text(config))
     older = small("dsrl", init_from=trained, flow_steps=10, normalize_obs=True, run_dir=tmp_path / "other")
     with pytest.raises(InputError, match="do not fit: give another --init-from"):
         module("dsrl").train(older)
