@@ -7,9 +7,9 @@ stays close to what the flow has imitated, and the flow never changes.
     python algos/dsrl.py --dataset hopper-medium-v2 --chunk 4 --gamma 0.9975
     python algos/dsrl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql
 
-Steps before the switch train the flow by imitation. With --init-from, it is that of a run of fql, ifql or dsrl. The
-recipe is DSRL-NA: an action critic learns from what was executed, and a critic of noise is distilled from it.
-It was written from a description of the paper and of the authors' code, which has no licence.
+Steps before the switch train the flow by imitation. With --init-from, it is that of a run of bc (--policy flow), fql,
+ifql or dsrl. The recipe is DSRL-NA: an action critic learns from what was executed, and a critic of noise is distilled
+from it. It was written from a description of the paper and of the authors' code, which has no licence.
 
 Differences from the authors' code:
 - A chunk begins at each transition. Their chunks begin only where the policy chose one.
@@ -24,7 +24,7 @@ import common.start
 import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ from offline.rewards import RewardTransform
 
 @dataclass
 class Args(OfflineArgs):
+    policy: ClassVar[str] = "flow"  # what bc's flag of this name must have been
+
     # From data to online
     offline_steps: NonNegativeInt = BY_DOMAIN
     """Updates of the flow, by imitation of the dataset. With --init-from, the default is 0."""
@@ -99,7 +101,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "antmaze": LARGE | {"reward_shift": -1.0},
 }
 
-BASES: dict[str, dict[str, str]] = {"fql": {}, "ifql": {}}  # algorithms whose flow can be steered
+# Algorithms whose flow can be steered, with the name that it has there.
+BASES: dict[str, dict[str, str]] = {"bc": {"actor": "flow"}, "fql": {}, "ifql": {}}
 
 
 class Actor(nn.Module):
@@ -248,7 +251,7 @@ def train(args: Args) -> Result:
     data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
-    data.load_pretrained(agent, BASES, only=("flow", "obs_normalizer"), must_match=("flow_steps",))
+    data.load_pretrained(agent, BASES, only=("flow", "obs_normalizer"), must_match=("policy", "flow_steps"))
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

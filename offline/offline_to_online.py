@@ -242,8 +242,7 @@ class OfflineToOnline(checkpoint.Part):
                 "rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
                 "if every step without success pays the same, give that reward as --failure-reward"
             )
-        first_update = max(self._warmup_steps, self._first_batch)
-        run.warn_if_no_updates(first_update, "--warmup-steps or the first batch")
+        run.warn_if_no_updates(max(self._warmup_steps, self._first_batch), "--warmup-steps or the first batch")
 
     def rollout(self) -> Rollout:
         """Return the run's environments. Raises InputError if their observations or actions have other sizes."""
@@ -262,8 +261,8 @@ class OfflineToOnline(checkpoint.Part):
         """Give the agent of a new run the networks of `--init-from`, and the moments of their optimisers.
 
         From a run of one of `from_algos`, take what both have. Its values map names of attributes there to names here.
-        With `only`, take only those attributes, for which rewards do not matter. The arguments `must_match` must be
-        equal in both runs. Raises InputError if the run does not fit: call it before `Run.resume` makes a folder.
+        With `only`, take only those attributes, for which rewards do not matter. Both runs must share the arguments
+        `must_match`, or class constants. Raises InputError if the run does not fit, before `Run.resume` makes a folder.
         """
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
@@ -272,10 +271,12 @@ class OfflineToOnline(checkpoint.Part):
         algo, was, from_algos = config["algo"], config["arguments"], from_algos or {}
         if algo not in (self._algo, *from_algos):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
-        for name in ("normalize_obs", *must_match):
-            there = was.get(name, getattr(type(self.args) if algo == self._algo else self.args, name))  # older: default
-            if there != getattr(self.args, name):
-                raise InputError(f"{folder} was trained with --{name.replace('_', '-')} {there}: give the same here")
+        for name in (*must_match, "normalize_obs"):
+            here, default, flag = getattr(self.args, name), getattr(type(self.args), name), name.replace("_", "-")
+            there = was.get(name, default if algo == self._algo or name not in must_match else here)
+            if there != here:  # an older run had the default, and another algorithm may not have the argument
+                cure = "the same here" if name in vars(self.args) else f"a run with --{flag} {here}"
+                raise InputError(f"{folder} was trained with --{flag} {there}: give {cure}")
         if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):
             raise InputError(f"{folder} was trained in {self.env} with other arguments: give the same --env-kwargs")
         saved = read_state(folder, agent, "give another --init-from")
@@ -396,5 +397,4 @@ class OfflineToOnline(checkpoint.Part):
 
     def _data_at(self, rows: Tensor, online: bool) -> Batch:
         columns = {} if online and not self.online_returns else self._columns
-        batch = self.dataset.buffer.at(rows)
-        return batch._replace(**{name: column[rows] for name, column in columns.items()})
+        return self.dataset.buffer.at(rows)._replace(**{name: column[rows] for name, column in columns.items()})

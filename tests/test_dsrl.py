@@ -22,11 +22,12 @@ from formulas import (
 )
 from test_fql import two_modes
 
-from algos.dsrl import DSRL, PRESETS, Args
+from algos.dsrl import BASES, DSRL, PRESETS, Args
 from common.errors import InputError
 from common.networks import TanhGaussian
 from common.optim import Adam
 from common.replay_buffer import Batch
+from common.run_folder import config_text, run_config
 from envs.rollout import Rollout
 from offline.dataset import Dataset, read
 from offline.offline_to_online import with_presets
@@ -260,12 +261,13 @@ def test_the_first_temperature_is_1_and_log_std_is_bounded():
     assert_log_std_is_clamped(agent.actor, -20.0, 2.0)
 
 
-@pytest.mark.parametrize(("algo", "chunk"), [("fql", 1), ("fql", 2), ("ifql", 1), ("dsrl", 2)])
+@pytest.mark.parametrize(("algo", "chunk"), [("bc", 1), ("fql", 1), ("fql", 2), ("ifql", 1), ("dsrl", 2)])
 def test_a_trained_flow_is_loaded_and_stays(algo: str, chunk: int, small: Callable[..., Any], tmp_path: Path):
     """With the statistics of the observations that it learned from."""
     trained = tmp_path / algo
     form: dict[str, Any] = {"hidden": (16, 16), "flow_steps": 3, "normalize_obs": True}
     form |= {"chunk": chunk} if chunk > 1 else {}
+    form |= {"policy": "flow"} if algo == "bc" else {}
     module(algo).train(small(algo, offline_steps=30, online_steps=0, run_dir=trained, **form))
     same_form = {"init_from": trained, "chunk": chunk, "normalize_obs": True}
     args = small("dsrl", offline_steps=0, online_steps=150, **same_form)
@@ -273,11 +275,30 @@ def test_a_trained_flow_is_loaded_and_stays(algo: str, chunk: int, small: Callab
         patch.setattr(Dataset, "obs_statistics", lambda _: (np.ones(3, np.float32), np.ones(3, np.float32)))
         module("dsrl").train(args)
     of_base, of_run = final_state(trained)["agent"], final_state(args.run_dir)["agent"]
-    assert same(of_base["flow"], of_run["flow"])
+    (of_flow,) = (name for name in of_base if BASES.get(algo, {}).get(name, name) == "flow")
+    assert same(of_base[of_flow], of_run["flow"])
     assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
-    assert not same(of_base["critic"], of_run["critic"])
+    assert algo == "bc" or not same(of_base["critic"], of_run["critic"])  # BC has none
     for changed, message in (({"chunk": 3}, "do not fit"), ({"flow_steps": 4}, "--flow-steps 3: give the same here")):
         other = small("dsrl", **same_form | {"run_dir": tmp_path / "other"} | changed)
         with pytest.raises(InputError, match=message):
             module("dsrl").train(other)
         assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("policy", ["gaussian", "diffusion"])
+def test_a_policy_that_is_no_flow_is_refused(policy: str, small: Callable[..., Any], tmp_path: Path):
+    """Also a run of BC that is older than --policy. The message names the flag, and no folder is made."""
+    trained = tmp_path / "bc"
+    module("bc").train(small("bc", policy=policy, offline_steps=2, online_steps=0, eval_episodes=1, run_dir=trained))
+    args = small("dsrl", init_from=trained, run_dir=tmp_path / "other")
+    with pytest.raises(InputError, match=f"with --policy {policy}: give a run with --policy flow$"):
+        module("dsrl").train(args)
+    config = run_config(trained)
+    for name in ("policy", "flow_steps"):
+        del config["arguments"][name]
+    (trained / "config.json").write_text(config_text(config))
+    older = small("dsrl", init_from=trained, flow_steps=10, normalize_obs=True, run_dir=tmp_path / "other")
+    with pytest.raises(InputError, match="do not fit: give another --init-from"):
+        module("dsrl").train(older)
+    assert not (tmp_path / "other").exists()
