@@ -133,7 +133,6 @@ BASES = {  # algorithms whose base policy can be taken, and its name there
     "bc": {"actor": "base"}, "dsrl": {"flow": "base"}, "fql": {"flow": "base"}, "ifql": {"flow": "base"},
     "expo": {"base_average": "base"},
 }  # fmt: skip
-FORM = ("policy", "flow_steps", "denoising_steps")
 
 
 class PARL:
@@ -305,7 +304,8 @@ def train(args: Args) -> Result:
     policy = run.policy(agent)
     sample = partial(data.sample, generator=agent.generator)
     update = run.updater(lambda online, imitate: agent.update(sample(online), online, imitate), agent.generator)
-    data.load_pretrained(agent, BASES, only=("base", "obs_normalizer"), must_match=FORM)
+    form = ("policy", "flow_steps" if args.policy == "flow" else "denoising_steps")
+    data.load_pretrained(agent, BASES, only=("base", "obs_normalizer"), must_match=form)
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

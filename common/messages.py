@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class _ErrorFile(logging.Handler):
             file.write(f"{self.format(record)}\n\n".encode())
 
 
+# tqdm's own lock is shared by forked processes. One that is killed while it prints would keep it for ever.
+tqdm.set_lock(threading.RLock())
 log = logging.getLogger("onramp")
 log.setLevel(logging.INFO)
 log.propagate = False  # a notebook's own handler would print each message again

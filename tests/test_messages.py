@@ -75,3 +75,14 @@ def test_a_run_whose_messages_no_program_reads_continues(tmp_path: Path) -> None
     done = unread(*TRAIN, "--run-dir", str(tmp_path / "run"), stderr=True)
     assert done.returncode == 0
     assert (tmp_path / "run" / "DONE").exists()
+
+
+def test_a_fork_that_is_killed_while_it_prints_does_not_stop_others() -> None:
+    program = (
+        "import os, signal\nfrom tqdm import tqdm\nfrom common.messages import log\n"
+        "log.info('one')\nchild = os.fork()\n"
+        "if not child:\n    tqdm.get_lock().acquire()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.waitpid(child, 0)\nlog.info('two')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.stderr == "one\ntwo\n"
