@@ -36,7 +36,6 @@ from common.arguments import (
 )
 from common.command_line import command_line
 from common.diffusion import Denoiser, Diffusion, Flow, Velocity
-from common.errors import InputError
 from common.evaluate import Act
 from common.hl_gauss import HistogramCritic, HLGauss, return_range
 from common.networks import frozen, mlp, orthogonal
@@ -84,7 +83,7 @@ class Args(OfflineArgs):
     samples: int = 32
     """K: actions drawn from the base policy for each state."""
     candidates: int = 10
-    """k: of these, the best, which gradient steps improve."""
+    """k: the best of these, which gradient steps improve; all of them if there are fewer."""
     improve_steps: NonNegativeInt = 10
     """Gradient steps on each candidate."""
     improve_lr: float = 3e-4
@@ -112,11 +111,6 @@ class Args(OfflineArgs):
     failure_reward: OptionalNumber = BY_DOMAIN
     """Raw reward of a step without success.
     Returns-to-go assume that an episode of such steps fails forever."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.candidates > self.samples:
-            raise InputError(f"--candidates is {self.candidates}: give at most --samples, {self.samples}")
 
     @property
     def last_base_step(self) -> int:
@@ -179,7 +173,7 @@ class PARL:
         `data_actions` [batch, action_dim] take the place of the worst candidate.
         """
         drawn = self.sample(obs, self.args.samples, generator)
-        order = self.value(obs, drawn).topk(self.args.candidates, dim=0).indices
+        order = self.value(obs, drawn).topk(min(self.args.candidates, self.args.samples), dim=0).indices
         actions = drawn.gather(0, order.unsqueeze(-1).expand(-1, -1, self.action_dim))
         if data_actions is not None:
             actions = torch.cat([actions[:-1], data_actions.unsqueeze(0)])

@@ -243,9 +243,9 @@ def test_base_steps_are_half_of_the_offline_steps_or_none_with_a_base_policy(tmp
     assert Args(**given, init_from=tmp_path).last_base_step == -100
 
 
-def test_there_are_no_more_candidates_than_samples():
-    with pytest.raises(InputError, match="--candidates is 5: give at most --samples, 4"):
-        Args(dataset=str(PENDULUM), candidates=5, samples=4)
+def test_all_samples_are_candidates_if_there_are_few():
+    agent, obs = make_agent(samples=2), batch_of().obs
+    assert len(agent.improve(obs, agent.generator)[0]) == 2
 
 
 FORMS: dict[str, dict[str, Any]] = {

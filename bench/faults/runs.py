@@ -41,6 +41,7 @@ SMALL: dict[str, str] = {
     "warmup_steps": "50", "cql_actions": "2", "flow_steps": "3", "samples": "4", "rollout_steps": "20",
     "minibatch_size": "10", "epochs": "2", "width": "16", "blocks": "1", "denoising_steps": "3", "base_samples": "2",
     "edits": "2", "utd": "2", "critics": "2", "target_critics": "2", "time_limit": "50",
+    "improve_steps": "2", "bins": "11",
 }  # fmt: skip
 
 
