@@ -21,7 +21,7 @@ class Updater(Part):
     step. A checkpoint holds the pending updates, so their number and order do not depend on where a run stops.
     """
 
-    schema: ClassVar[Schema] = {"pending": [{str: object}], "count": NonNegativeInt}
+    schema: ClassVar[Schema] = {"pending": [{str: object}], "count": NonNegativeInt, "metrics?": {str: Tensor}}
 
     def __init__(self, function: Callable[..., Metrics], should_defer: Callable[[], bool], timings: Timings) -> None:
         self._function, self._should_defer, self._timings = function, should_defer, timings
@@ -44,9 +44,11 @@ class Updater(Part):
         self.pending.clear()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Return what is pending and how many calls there were."""
-        return {"pending": list(self.pending), "count": self.count}
+        """Return what is pending, how many calls there were, and the means of the metrics."""
+        metrics = {name: value.detach().mean().cpu() for name, value in self.metrics.items()}
+        return {"pending": list(self.pending), "count": self.count, "metrics": metrics}
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Restore what `save` returned."""
         self.pending, self.count = list(state["pending"]), state["count"]
+        self.metrics = dict(state.get("metrics", {}))

@@ -83,7 +83,22 @@ def test_pending_and_count_survive_a_checkpoint(pending: int, tmp_path: Path) ->
     assert (loaded.count, agents[1].updates) == (2 + pending, [])
     loaded.flush()
     assert agents[1].updates == agents[0].updates[2:] == [{"with_actor": i % 2 == 1} for i in range(pending)]
-    assert saved.save(FOLDER) == loaded.save(FOLDER) == {"pending": [], "count": 2 + pending}
+    for each in (saved.save(FOLDER), loaded.save(FOLDER)):
+        assert each | {"metrics": None} == {"pending": [], "count": 2 + pending, "metrics": None}
+
+
+def test_metrics_since_the_last_log_survive_a_checkpoint(tmp_path: Path) -> None:
+    """Also those that no later update gives: PA-RL's imitation loss, when the critics begin to learn."""
+    agents = [Agent(), Agent()]
+    saved, loaded = (updater(agent, defer=False) for agent in agents)
+    saved(with_actor=True)
+    checkpoint.save(tmp_path / "state.pt", {"update": saved.save(FOLDER)})
+    loaded.load(FOLDER, checkpoint.load(tmp_path / "state.pt")["update"])
+    for each in (saved, loaded):
+        each(with_actor=False)
+        assert each.metrics["losses/actor"].item() == 10.0
+    loaded.load(FOLDER, {"pending": [], "count": 3})  # an older checkpoint has none
+    assert loaded.metrics == {}
 
 
 def test_metrics_keep_the_latest_of_each_name() -> None:
