@@ -36,6 +36,7 @@ from common.arguments import (
 )
 from common.command_line import command_line
 from common.diffusion import Denoiser, Diffusion, Flow, Velocity
+from common.errors import InputError
 from common.evaluate import Act
 from common.hl_gauss import HistogramCritic, HLGauss, return_range
 from common.networks import frozen, mlp, orthogonal
@@ -75,9 +76,9 @@ class Args(OfflineArgs):
     bins: int = 128
     """Number of bins of the critics' histograms."""
     q_min: OptionalNumber = None
-    """Smallest return of the histograms. None means that of the dataset's smallest reward, paid for ever."""
+    """Smallest return of the histograms. None means that of the smallest reward (at most 0), paid for ever."""
     q_max: OptionalNumber = None
-    """Largest return of the histograms. None means that of the dataset's largest reward, paid for ever."""
+    """Largest return of the histograms. None means that of the largest reward (at least 0), paid for ever."""
 
     # The action operator
     samples: int = 32
@@ -111,6 +112,11 @@ class Args(OfflineArgs):
     failure_reward: OptionalNumber = BY_DOMAIN
     """Raw reward of a step without success.
     Returns-to-go assume that an episode of such steps fails forever."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.candidates, self.samples) < 2:
+            raise InputError("--candidates and --samples must be 2 or more: the data's action takes the place of one")
 
     @property
     def last_base_step(self) -> int:

@@ -28,8 +28,12 @@ class HLGauss(nn.Module):
         self.register_buffer("edges", torch.linspace(-1.0, 1.0, bins + 1))
 
     def set_range(self, low: float, high: float) -> None:
-        """Set the smallest and the largest return."""
-        self.edges.copy_(torch.linspace(low, high, self.bins + 1, dtype=torch.float64))
+        """Set the smallest and the largest return. Raises InputError if its numbers cannot express the bins."""
+        edges = torch.linspace(low, high, self.bins + 1, dtype=torch.float64)
+        width = (high - low) / self.bins
+        if (edges.to(self.edges.dtype).diff() - width).abs().max() > 0.01 * width:
+            raise InputError(f"{self.bins} bins from {low:g} to {high:g} are too narrow: give --q-min and --q-max")
+        self.edges.copy_(edges)
 
     def labels(self, returns: Tensor) -> Tensor:
         """Return the share of each bin [..., bins] for returns [...], which are clamped to the range.

@@ -16,14 +16,14 @@ NUMBER = 4
 WEIGHT = 4 * NUMBER  # with its gradient and Adam's two moments
 ENVIRONMENT, PROCESS = 2**18, 2**26  # MuJoCo's model and data; a Python process of its own
 EPISODE = 2**9  # of an evaluation
-A_SECOND = 10**6  # steps, updates or steps of a flow that follow one another, as an upper bound
+MOST_PER_SECOND = 10**6  # steps, updates or steps of a flow that follow one another, as an upper bound
 TEN_YEARS = 10 * 365 * 24 * 3600  # seconds
 
 
 def require_room(args: RunArgs, device: torch.device) -> None:
     """Raise InputError for the first flag whose size alone needs ten years, or more memory than its device has free."""
     for flag, work in _work(args):
-        if work / A_SECOND > TEN_YEARS:
+        if work / MOST_PER_SECOND > TEN_YEARS:
             raise InputError(
                 f"{flag} lets the run take ten years or more, even with a million steps a second: give a smaller number"
             )
@@ -44,7 +44,7 @@ def _work(args: RunArgs) -> Iterator[tuple[str, int]]:
     for name in ("total_steps", "offline_steps", "online_steps"):
         yield f"--{name.replace('_', '-')}", size(name)
     yield "--utd", max(last, 0) * size("utd")
-    for name in ("flow_steps", "denoising_steps"):
+    for name in ("flow_steps", "denoising_steps", "improve_steps"):
         yield f"--{name.replace('_', '-')}", steps * size(name)
     yield "--epochs", steps // (args.num_envs * size("rollout_steps")) * size("epochs")
 

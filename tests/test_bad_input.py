@@ -170,7 +170,8 @@ def test_sizes_beyond_all_memory(run, tmp_path: Path, algo: str, flag: str):
 
 
 @pytest.mark.parametrize(
-    "flag", ["total_steps", "offline_steps", "online_steps", "utd", "flow_steps", "denoising_steps", "epochs"]
+    "flag",
+    ["total_steps", "offline_steps", "online_steps", "utd", "flow_steps", "denoising_steps", "epochs", "improve_steps"],
 )
 def test_work_of_ten_years(run, tmp_path: Path, flag: str):
     """They are 3.2 · 10¹⁴ steps at a million a second."""

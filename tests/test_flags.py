@@ -294,7 +294,7 @@ def test_presets_fill_in_all_but_what_the_device_does(algo: str, env: str):
 def test_the_bounds_of_an_annotation(bounds: Any):
     """At both ends, next to them inside, and next to them outside: each named kind of number."""
     kind, interval = get_args(bounds)
-    step = 1 if kind is int else 1e-9
+    step = 1 if int in (kind, *get_args(kind)) else 1e-9
     wanted = {interval.low: interval.has_low, interval.low + step: True, interval.low - step: False}
     if interval.high < np.inf:
         wanted |= {interval.high: interval.has_high, interval.high - step: True, interval.high + step: False}

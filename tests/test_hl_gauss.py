@@ -110,3 +110,9 @@ def test_the_range_is_that_of_the_rewards_for_ever(rewards, gamma, given, expect
 def test_a_range_that_is_none_is_refused(rewards, gamma, given):
     with pytest.raises(InputError, match="give --q-min and --q-max"):
         return_range(np.float32(rewards), gamma, *given)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e8, 1e8 + 1), (-1e6, -999_999.0)])
+def test_bins_that_float32_cannot_express_are_refused(low: float, high: float):
+    with pytest.raises(InputError, match="too narrow"):
+        HLGauss(128).set_range(low, high)

@@ -248,6 +248,12 @@ def test_all_samples_are_candidates_if_there_are_few():
     assert len(agent.improve(obs, agent.generator)[0]) == 2
 
 
+@pytest.mark.parametrize("changed", [{"samples": 1}, {"candidates": 1}])
+def test_the_data_action_is_never_the_only_candidate(changed: dict[str, int]):
+    with pytest.raises(InputError, match="must be 2 or more"):
+        Args(dataset=str(PENDULUM), **changed)
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "bc": {"policy": "flow", "flow_steps": 3, "normalize_obs": False},
     "fql": {"hidden": (16, 16), "flow_steps": 3}, "ifql": {"hidden": (16, 16), "flow_steps": 3},
