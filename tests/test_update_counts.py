@@ -66,7 +66,7 @@ def test_the_actor_moves_at_every_delayed_update_of_a_run(
             assert optimizer_steps(state, "actor") == (count - pending) // delay
         module(algo).train(args)
         state = final_state(args.run_dir)
-        assert state["update"] == {"pending": [], "count": updates}
+        assert state["update"] == {"pending": [], "count": updates, "metrics": {}}  # which were logged
         assert optimizer_steps(state, "critic") == updates
         assert optimizer_steps(state, "actor") == updates // delay
 
