@@ -1,4 +1,4 @@
-"""PA-RL: critics that improve the actions of any policy that can be sampled, and imitation that teaches it them.
+"""PA-RL: critics improve the actions of any policy that can be sampled, and the policy imitates the improved actions.
 
 Mark et al. 2024, "Policy Agnostic RL: Offline RL and Online RL Fine-Tuning of Any Class and Backbone",
 arXiv 2412.06685. Candidates are drawn from a base policy. Critics rank them, and gradient steps on the actions improve

@@ -1,7 +1,7 @@
 """HL-Gauss: critics that predict a histogram of the return, and learn it by cross-entropy.
 
 Farebrother et al. 2024, "Stop Regressing: Training Value Functions via Classification for Scalable Deep RL", arXiv
-2403.03950, equations 5 and 6.
+2403.03950.
 """
 
 import numpy as np
@@ -66,7 +66,7 @@ def return_range(
 ) -> tuple[float, float]:
     """Return `low` and `high`, or for None the return of the smallest and largest of rewards [n], paid for ever.
 
-    A return of 0 is always in the range. Raises InputError if the range is empty or unbounded.
+    A return of 0 is in the range unless a bound excludes it. Raises InputError if the range is empty or unbounded.
     """
     rest = max(1.0 - gamma, 1e-12)
     low = min(0.0, float(rewards.min())) / rest if low is None else low

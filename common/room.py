@@ -20,7 +20,7 @@ MOST_PER_SECOND = 10**6  # steps, updates or steps of a flow that follow one ano
 TEN_YEARS = 10 * 365 * 24 * 3600  # seconds
 
 
-def require_room(args: RunArgs, device: torch.device) -> None:
+def require_resources(args: RunArgs, device: torch.device) -> None:
     """Raise InputError for the first flag whose size alone needs ten years, or more memory than its device has free."""
     for flag, work in _work(args):
         if work / MOST_PER_SECOND > TEN_YEARS:

@@ -28,7 +28,7 @@ from common.messages import log
 from common.onednn import keep_freed_memory, set_products
 from common.policy_file import KeptPolicies
 from common.provenance import commit, hardware, versions
-from common.room import require_room
+from common.room import require_resources
 from common.run_folder import CONFIG, DONE, LOCK, is_finished, read_config, read_last_evaluation, state_path
 from common.schema import require
 from common.timings import Timings
@@ -118,7 +118,7 @@ class Run:
         set_products(args.products)
         self.name, self.folder = name_and_folder(algo, args)
         self.device = device(args.device, args.tf32)
-        require_room(args, self.device)
+        require_resources(args, self.device)
         self.launch = Launch(args, self.device)
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")

@@ -148,10 +148,7 @@ def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length and length.isdecimal() else None
         if size is not None and total not in (size, None):
-            raise InputError(
-                f"{url} has {total:,} bytes, and the published file has {size:,}: "
-                f"get the file by other means and put it at {part.with_suffix('')}"
-            )
+            raise _wrong_size(url, total, size, part)
         total = size if total is None else total
         free = shutil.disk_usage(part.parent).free
         if total is not None and total - have > free:
@@ -170,8 +167,18 @@ def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
             have = file.tell()
             file.flush()
             os.fsync(file.fileno())
+    if size is not None and have > size:  # which the server did not announce
+        part.unlink()
+        raise _wrong_size(url, have, size, part)
     if total is not None and have != total:
         raise http.client.IncompleteRead(b"", total - have)
+
+
+def _wrong_size(url: str, found: int, published: int, part: Path) -> InputError:
+    return InputError(
+        f"{url} has {found:,} bytes, and the published file has {published:,}: "
+        f"get the file by other means and put it at {part.with_suffix('')}"
+    )
 
 
 def _validator(facts: Path) -> str | None:

@@ -219,7 +219,7 @@ def test_the_mantissa_of_products_on_cuda_is_what_was_asked_for(tf32: bool, monk
     products = torch.backends.cuda.matmul
     before = products.allow_tf32
     monkeypatch.setattr("common.run.device", lambda *asked: device("cuda", *asked[1:]))
-    monkeypatch.setattr("common.run.require_room", lambda *asked: None)  # it would ask the card
+    monkeypatch.setattr("common.run.require_resources", lambda *asked: None)  # it would ask the card
     try:
         products.allow_tf32 = not tf32  # from a run before it in this process
         Run("sac", module("sac").Args(tf32=tf32))

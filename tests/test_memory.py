@@ -199,7 +199,7 @@ def test_a_network_that_gets_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What no estimate foresaw: the command ends in one line with status 1, and leaves no folder."""
-    monkeypatch.setattr("common.run.require_room", lambda *_: None)
+    monkeypatch.setattr("common.run.require_resources", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["sac.py", *flags(run_dir=tmp_path / "run", hidden=(60_000, 60_000))])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**31, before[1]))
