@@ -16,7 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from common import start
 from common.arguments import Unset, converted
-from common.errors import Finished, InputError, RunError
+from common.errors import Finished, InputError, RunError, report_unraisable
 from common.memory import report_out_of_memory
 from common.messages import exit_if_unread, log, log_error
 
@@ -47,6 +47,7 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
     that cannot be read or written.
     """
     program = Path(sys.argv[0]).name
+    sys.unraisablehook = report_unraisable
     try:
         start.end_imports()
         if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,5 +1,6 @@
 """Exceptions that end a command early. `common.command_line` turns each into a message and an exit status."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ class RunError(Exception):
 
 class Stopped(SystemExit):
     """A second signal ends the run at once. The environment's own SystemExit, which is an error, is not this one."""
+
+
+def report_unraisable(said: "sys.UnraisableHookArgs") -> None:
+    """Print an exception that Python cannot raise, unless it is `Stopped`.
+
+    The second signal may come while an object is freed. Then the run stops as after the first.
+    """
+    if not isinstance(said.exc_value, Stopped):
+        sys.__unraisablehook__(said)
 
 
 def diverged(what: str, step: int, folder: Path) -> RunError:

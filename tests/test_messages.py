@@ -5,11 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from common.command_line import command_line
+from common.errors import Stopped
 from common.messages import log
 
 TRAIN = ("algos/sac.py", "--env", "Pendulum-v1", "--total-steps", "30", "--eval-every", "10", "--eval-episodes", "1")
@@ -86,3 +89,30 @@ def test_a_fork_that_is_killed_while_it_prints_does_not_stop_others() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.stderr == "one\ntwo\n"
+
+
+@dataclass(frozen=True)
+class NoArgs:
+    """No arguments."""
+
+
+@pytest.mark.parametrize(("raised", "said"), [(Stopped(143), ""), (ValueError("wrong"), "ValueError: wrong")])
+def test_a_second_signal_while_an_object_is_freed_prints_no_traceback(
+    raised: BaseException, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python cannot raise it there. Another exception is an error to see."""
+
+    class Freed:
+        def __del__(self) -> None:
+            raise raised
+
+    def train(_: NoArgs) -> None:
+        freed = Freed()
+        del freed
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # to restore it
+    command_line(train, NoArgs)
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(err) == bool(said)
