@@ -36,15 +36,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def open_regular(path: Path, mode: str) -> IO[bytes]:
-    """Open a file. Raises OSError for a folder, a pipe, a socket or a device.
+    """Open a file. Raises OSError for a folder, a pipe, a socket or a device, and to write, for a symbolic link.
 
-    To open a pipe (FIFO) in the usual way would wait for its other end, possibly for ever.
+    To open a pipe (FIFO) in the usual way would wait for its other end, possibly for ever. A link in a folder that
+    came from elsewhere may point to a file of the user.
     """
     return open(path, mode, opener=_descriptor)
 
 
 def _descriptor(path: str, flags: int) -> int:
-    number = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    is_written = flags & (os.O_WRONLY | os.O_RDWR)
+    try:
+        number = os.open(path, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if is_written else 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, "Is a symbolic link", path) from None
+        raise
     mode = os.fstat(number).st_mode
     if stat.S_ISREG(mode):
         return number

@@ -47,8 +47,6 @@ class _ErrorFile(logging.Handler):
         self.path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.path.is_symlink():
-            return
         with contextlib.suppress(OSError), open_regular(self.path, "ab") as file:
             file.write(f"{self.format(record)}\n\n".encode())
 

@@ -141,6 +141,24 @@ def test_a_link_or_pipe_at_a_part_file_is_replaced(tmp_path: Path):
     assert precious.read_text() == "years of work"
 
 
+@pytest.mark.parametrize("name", [*LOGS, ROWS])
+def test_a_link_at_a_file_that_grows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    """A run writes into these files. In a folder without a checkpoint, nothing else tells whose they are."""
+    folder, precious = tmp_path / "run", tmp_path / "precious"
+    precious.write_text("years of work")
+    outcome(folder, capsys)
+    clear(folder / "checkpoint")
+    (folder / "DONE").unlink()
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    clear(folder / name)
+    (folder / name).symlink_to(precious)
+    status, said = outcome(folder, capsys)
+    assert (status in (1, 2), "(Is a symbolic link)" in said or "Is a symbolic link (" in said) == (True, True), said
+    assert str(folder / name) in said
+    assert len(said.strip().splitlines()) <= 2
+    assert precious.read_text() == "years of work"
+
+
 def test_a_link_at_the_lock_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, precious = tmp_path / "run", tmp_path / "precious"
     folder.mkdir()
