@@ -1,5 +1,6 @@
 """Check the form of what was read from a file, by one description for each file."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType
@@ -8,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
+from common import files
 from common.errors import InputError
 
 # What a value must be. This is one of:
@@ -32,6 +34,21 @@ def require(value: object, schema: Schema, path: Path, otherwise: str) -> None:
     """
     if wrong := mismatch(value, schema):
         raise InputError(f"{path} {otherwise}\n{wrong}")
+
+
+def read_json(path: Path, schema: Schema, otherwise: str) -> dict[str, Any]:
+    """Return the dict in a JSON file, or {} if there is no file.
+
+    Raises InputError if it is damaged or does not have the schema. The message is the path, then `otherwise`.
+    """
+    if not files.exists(path):
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(files.read_bytes(path))
+    except (ValueError, RecursionError):
+        raise InputError(f"{path} {otherwise}") from None
+    require(found, schema, path, otherwise)
+    return found
 
 
 def mismatch(value: object, schema: Schema, at: str = "") -> str | None:

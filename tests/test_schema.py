@@ -17,7 +17,7 @@ from common import checkpoint
 from common.arguments import NonNegativeInt
 from common.errors import InputError
 from common.policy_file import read_policy
-from common.schema import mismatch
+from common.schema import mismatch, read_json
 from tools.policies import load_agent, read_trained
 
 MISSING = object()
@@ -206,3 +206,14 @@ def copied(state: Any) -> Any:
     if isinstance(state, dict):
         return type(state)({key: copied(value) for key, value in state.items()})
     return [copied(value) for value in state] if isinstance(state, list) else state
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": "x"}', "[" * 100_000, "\xff"])
+def test_a_json_file_that_is_damaged_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    assert read_json(path, {"a?": int}, "is damaged") == {}
+    path.write_text('{"a": 3}')
+    assert read_json(path, {"a?": int}, "is damaged") == {"a": 3}
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=r"a\.json is damaged"):
+        read_json(path, {"a?": int}, "is damaged")

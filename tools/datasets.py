@@ -24,6 +24,7 @@ from common.errors import InputError
 from common.files import write_json
 from common.messages import log
 from common.provenance import sha256_of
+from common.schema import read_json
 from offline.dataset import load
 from offline.download import download
 from tools import inspect_dataset
@@ -95,7 +96,8 @@ def describe(name: str, kind: str, folder: Path, described: Path = ROOT / "resul
     found = json.loads(written.read_text())
     del found["columns"]
     found |= {"id": path.name, "SACo of": reference.name, "fingerprint": load(str(path)).fingerprint()}
-    if out.exists() and json.loads(out.read_text())["fingerprint"] != found["fingerprint"]:
+    published = read_json(out, {"fingerprint": str}, "is damaged: restore it, then run the same command again")
+    if published and published["fingerprint"] != found["fingerprint"]:
         out = written
         log.info(f"{path} differs from the dataset of the published results: its description is in {out}")
     write_json(out, found)

@@ -16,7 +16,6 @@ Source: Park et al. 2025, "OGBench", arXiv 2410.20092, appendix on datasets, and
 import common.start
 
 import io
-import json
 import multiprocessing
 import os
 import re
@@ -41,6 +40,7 @@ from common.errors import InputError, RunError
 from common.files import replacing, write_json
 from common.messages import log
 from common.provenance import commit, versions
+from common.schema import read_json
 from common.seeding import seeds
 from envs import ogbench as environments
 from envs.ogbench import DATASETS
@@ -51,6 +51,8 @@ from tools.inspect_dataset import facts
 from tools.ogbench_oracles import Rows, Task, make_episode
 
 SHARD = 10  # episodes in one file of an unfinished dataset
+NOTE = {"arguments?": dict, "transitions?": int}  # the description next to a dataset
+DAMAGED = "is damaged: give another --folder"
 SOURCE = "made here by OGBench's scripted oracles: another sample from the same generator, not the published file"
 
 
@@ -124,7 +126,7 @@ def make(task: Task, args: Args) -> None:
     paths = {"train": args.folder / f"{name}.npz", "val": args.folder / f"{name}-val.npz"}
     note, arguments = args.folder / f"{name}.json", {"transitions": args.transitions, "seed": args.seed}
     parts = args.folder / f"{name}.seed{args.seed}.parts"
-    before = read_json(note) or read_json(parts / note.name)
+    before = read_json(note, NOTE, DAMAGED) or read_json(parts / note.name, NOTE, DAMAGED)
     same = all(before.get("arguments", {}).get(key) == value for key, value in arguments.items())
     if not same and (existing := next((path for path in paths.values() if path.exists()), None)):
         made = "was made with other arguments" if before else "was not made by this command"
@@ -179,15 +181,6 @@ def description(task: Task, path: Path) -> dict[str, Any]:
     found = facts(recording)
     del found["columns"]
     return found | {"id": path.name, "solved rows": solved, "fingerprint": f"{fingerprint:08x}"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return what `write_json` wrote, or {} if there is no file. Raises InputError if it is damaged."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        raise InputError(f"{path} is damaged: give another --folder") from None
-    return found
 
 
 def save(path: Path, rows: Rows) -> None:

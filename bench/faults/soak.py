@@ -42,6 +42,7 @@ from common.files import write_json
 from common.messages import log, print_result
 from common.provenance import commit, versions
 from common.run_folder import DONE
+from common.schema import read_json
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PERIOD = 5.0  # seconds between two measurements
@@ -50,6 +51,8 @@ MOST_GROWTH = 1.1  # from the first to the last third of a process's life after 
 STOPPED = {status for number in SIGNALS for status in (-number, 128 + number)}
 KINDS = ("memory", "open files")
 SUITE = "suite.toml"
+JOURNAL = {"settings": dict, "seconds": float}
+DAMAGED = "is damaged: restore it, or give another --folder and --json"
 PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "results" / "soak.json"
 START, END = "<!-- soak, by make soak -->\n", "<!-- end of soak -->"
 
@@ -268,9 +271,7 @@ def main(args: Args) -> None:
     journal = args.folder / "soak.json"
     settings: dict[str, Any] = {"seed": args.seed, "between": list(args.between), "length": args.length}
     settings |= {"commit": commit(), "folder": args.folder.name}
-    before: dict[str, Any] = {"settings": settings, "seconds": 0}
-    if journal.exists():
-        before = json.loads(journal.read_text())
+    before = read_json(journal, JOURNAL, DAMAGED) or {"settings": settings, "seconds": 0}
     if before["settings"] != settings:
         raise InputError(f"{args.folder} was made by other arguments or another commit: give another --folder")
     lines = commands(args.length)
@@ -290,7 +291,7 @@ def main(args: Args) -> None:
             side.kill()
             side.summarize()
     before["versions"] = versions()
-    parts = json.loads(args.json.read_text())["parts"] if args.json.exists() else []
+    parts = read_json(args.json, {"parts": [JOURNAL]}, DAMAGED).get("parts", [])
     parts = [*(part for part in parts if part["settings"] != settings), before]
     write_json(args.json, {"parts": parts})
     if args.json.resolve() == RESULTS:

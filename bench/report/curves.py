@@ -6,7 +6,6 @@ results/wsrl, results/wsrl-longer and results/expo.
 """
 
 import csv
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from bench.report.archive_run import Kept, kept_runs
 from common.run_folder import Curve, mean_by_step
+from common.schema import read_json
 from offline.scores import normalized, reference
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -105,7 +105,8 @@ def minutes_per_step(folder: str) -> dict[tuple[str, str], list[float]]:
 def behaviour(dataset: str) -> float | None:
     """Return the mean score of a dataset's episodes, as `tools/datasets.py` wrote it, or None outside our suite."""
     path = RESULTS / "datasets" / f"{dataset}.json"
-    return float(json.loads(path.read_text())["score"]) if path.exists() else None
+    score: float | None = read_json(path, {"score": float | None}, "is damaged: restore it").get("score")
+    return score
 
 
 def at(curve: Curve, step: int) -> float | None:
