@@ -6,6 +6,12 @@ are that paper's.
     python algos/sac.py --env HalfCheetah-v4
     python algos/sac.py --env Hopper-v4 --seed 2 --total-steps 300000
     python algos/sac.py --env Humanoid-v4 --num-envs 4
+    python algos/sac.py --preset redq/Hopper-v4
+    python algos/sac.py --preset droq/Hopper-v4
+
+REDQ (Chen et al. 2021, arXiv 2101.05982) and DroQ (Hiraoka et al. 2022, arXiv 2110.02034) are SAC with 20 updates of
+the critics a step. REDQ has ten critics, of which a target uses two at random. DroQ has two, with dropout and layer
+norms. The actor moves once a step, towards the critics' mean. docs/presets.md lists the presets.
 
 Public versions differ. This one follows the SAC baseline of CrossQ (Bhatt et al. 2024), which has the best public
 curves on Gymnasium's v4 environments:
@@ -23,13 +29,15 @@ import common.start
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.arguments import AnyNumber, Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
+from common.arguments import AnyNumber, Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs, Probability
 from common.command_line import command_line
+from common.errors import InputError
 from common.networks import Critic, TanhGaussian, frozen, mlp
 from common.normalize import RunningNormalizer
 from common.optim import Adam, SoftUpdate
@@ -46,7 +54,15 @@ class Args(OnlineArgs, OffPolicyArgs):
     hidden: tuple[int, ...] = (256, 256)
     """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
-    """Number of critics. Target and actor use the smallest value."""
+    """Number of critics."""
+    target_critics: NonNegativeInt = 0
+    """Number of critics that a target uses, drawn again for each target. With 0 it uses all. It takes the smallest."""
+    actor_value: Literal["min", "mean"] = "min"
+    """What the actor maximises: the smallest value of all critics, or their mean."""
+    layer_norm: bool = False
+    """Layer normalisation in the critics."""
+    dropout: Probability = 0.0
+    """Share of the critics' hidden units that are dropped, also in targets and for the actor."""
 
     normalize_obs: bool = False
     """Normalise observations by their running mean and standard deviation, as PPO does."""
@@ -70,12 +86,19 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Transitions in each update."""
     utd: int = 1
     """Updates for each environment step (update-to-data ratio)."""
+    policy_delay: int = 1
+    """Updates of the critics for each update of actor and temperature."""
 
     # Data
     learning_starts: NonNegativeInt = 5_000
     """Environment steps with uniform random actions before the first update."""
     buffer_size: int = 1_000_000
     """Capacity of the replay buffer, in transitions."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_critics > self.critics:
+            raise InputError(f"--target-critics is {self.target_critics}: give at most --critics, {self.critics}")
 
 
 class Actor(nn.Module):
@@ -96,8 +119,9 @@ class SAC:
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         sizes = [obs_dim + action_dim, *args.hidden, 1]
-        self.critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
-        self.target_critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
+        self.critic, self.target_critic = (
+            Critic(mlp(sizes, initializer, args.critics, layer_norm=args.layer_norm)).to(device) for _ in range(2)
+        )
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=device))
@@ -105,7 +129,7 @@ class SAC:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
-        self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
+        self.args, self.gamma, self.device, self.action_dim = args, args.gamma, device, action_dim
         self.target_entropy = args.target_entropy * action_dim
 
     @acting
@@ -114,14 +138,30 @@ class SAC:
         policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
+    def values(self, critic: Critic, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
+        """Return Q_i(s, a) of all critics, or of those numbered `members`: [critics, batch]."""
+        if not self.args.dropout:
+            return critic(obs, actions, members)
+        inputs = torch.cat([obs, actions], dim=-1)
+        values = critic.net.forward_with_dropout(inputs, self.args.dropout, self.generator).squeeze(-1)
+        return values if members is None else values[members]
+
+    def drawn(self) -> Tensor | None:
+        """Draw the critics of one target, without replacement (REDQ, algorithm 1). None stands for all."""
+        if not self.args.target_critics:
+            return None
+        order = torch.rand(self.args.critics, generator=self.generator, device=self.device).argsort()
+        return order[: self.args.target_critics]
+
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the soft Bellman residual, summed over the critics (eq. 5 and 6)."""
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
+            next_values = self.values(self.target_critic, batch.next_obs, next_actions, self.drawn())
+            next_value = next_values.amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
-        values = self.critic(batch.obs, batch.actions)
+        values = self.values(self.critic, batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
@@ -129,7 +169,8 @@ class SAC:
         """Return the KL divergence from the policy to exp(Q / α) (eq. 7 and 9), and log π [batch] for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
-            value = self.critic(batch.obs, actions).amin(0)
+            values = self.values(self.critic, batch.obs, actions)
+        value = values.amin(0) if self.args.actor_value == "min" else values.mean(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
@@ -139,17 +180,19 @@ class SAC:
         loss = -alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
 
-    def update(self, batch: Batch) -> Metrics:
-        """Take one gradient step with each network (the inner loop of algorithm 1)."""
+    def update(self, batch: Batch, with_actor: bool = True) -> Metrics:
+        """Take a gradient step with the critics, and with actor and α if `with_actor` (the loop of algorithm 1)."""
         batch = batch.map_obs(self.obs_normalizer)
-        critic_loss, critic_metrics = self.critic_loss(batch)
+        critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)
-        actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
-        self.actor_optimizer.minimize(actor_loss)
-        alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
-        self.alpha_optimizer.minimize(alpha_loss)
+        if with_actor:
+            actor_loss, log_prob, actor_metrics = self.actor_loss(batch)
+            self.actor_optimizer.minimize(actor_loss)
+            alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
+            self.alpha_optimizer.minimize(alpha_loss)
+            metrics |= actor_metrics | alpha_metrics
         self.update_target_critic()
-        return critic_metrics | actor_metrics | alpha_metrics
+        return metrics
 
 
 @returns_result
@@ -160,7 +203,10 @@ def train(args: Args) -> Result:
     agent = SAC(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
     policy = run.policy(agent)
-    update = run.updater(lambda: agent.update(buffer.sample(args.batch_size, agent.generator)), agent.generator)
+    update = run.updater(
+        lambda with_actor=True: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor),
+        agent.generator,
+    )
     run.warn_if_no_updates(args.learning_starts, "--learning-starts")
     run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
@@ -175,7 +221,7 @@ def train(args: Args) -> Result:
 
         # Learn
         for _ in range(args.utd * args.num_envs if step > args.learning_starts else 0):
-            update()
+            update(with_actor=(update.count + 1) % args.policy_delay == 0)
 
         # Report
         run.report(update.metrics)

@@ -117,12 +117,16 @@ class MLP(nn.Sequential):
         return self._through([tuple(part[index] for part in layer) for layer in self._each_members_layers()], inputs)
 
     def forward_with_dropout(self, inputs: Tensor, share: float, generator: torch.Generator) -> Tensor:
-        """Compute `forward` with a share of hidden units dropped and the rest scaled up (Srivastava et al. 2014)."""
+        """Compute `forward` with a share of hidden units dropped and the rest scaled up (Srivastava et al. 2014).
+
+        Units are dropped after their activation, or before a layer norm (Hiraoka et al. 2022, figure 2).
+        """
         if not share:
             return self.forward(inputs)
-        for layer in self:
+        of_norms = any(isinstance(layer, LayerNorm) for layer in self)
+        for layer, following in itertools.pairwise([*self, None]):
             inputs = layer(inputs)
-            if isinstance(layer, ACTIVATIONS[self.activation]):
+            if isinstance(following, LayerNorm) if of_norms else isinstance(layer, ACTIVATIONS[self.activation]):
                 kept = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
                 inputs = inputs * kept / (1.0 - share)
         return inputs

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 from conftest import ALGORITHMS, OFFLINE, PENDULUM, ROOT, command, every_algorithm, module
 
@@ -41,7 +42,7 @@ def mine() -> str:
 def test_every_section_is_arguments_of_its_algorithm(preset: str, algo: str, values: dict[str, Any]) -> None:
     """With its source, its task as the environment, and each value as the file has it."""
     values = dict(values)
-    assert "RL Zoo" in values.pop("source")
+    assert values.pop("source")
     assert algo in ALGORITHMS
     args = module(algo).Args(preset=preset)
     assert args.env == preset.partition("/")[2]
@@ -53,13 +54,27 @@ def test_every_section_is_arguments_of_its_algorithm(preset: str, algo: str, val
 
 
 def test_the_page_lists_the_presets() -> None:
-    """All algorithms and tasks of algos/tuned.toml, and no other."""
+    """All files, algorithms and tasks, and no other."""
     rows = re.findall(
-        r"^\| ([A-Z0-9+]+) \| (.*) \| RL Zoo \|$", (ROOT / "docs" / "presets.md").read_text(), re.MULTILINE
-    )
-    listed = {(f"tuned/{task}", algo.lower().replace("+", "_")) for algo, tasks in rows for task in tasks.split(", ")}
+        r"^\| \[`(\w+)`\]\(../algos/\1\.toml\) \| ([A-Z0-9+]+) \| (.*) \| .+ \|$",
+        (ROOT / "docs" / "presets.md").read_text(), re.MULTILINE,
+    )  # fmt: skip
+    listed = {
+        (f"{name}/{task}", algo.lower().replace("+", "_")) for name, algo, tasks in rows for task in tasks.split(", ")
+    }
     assert listed == {(preset, algo) for preset, algo, _ in SECTIONS}
-    assert len(listed) >= 10
+    assert len(listed) >= 20
+
+
+@pytest.mark.parametrize("preset", ["redq", "droq"])
+def test_the_target_entropies_of_redq_and_droq_are_those_of_mbpo(preset: str) -> None:
+    """Per dimension of the action. Each update of the actor follows 20 of the critics, in one step."""
+    entropies = {"Hopper-v4": -1, "HalfCheetah-v4": -3, "Walker2d-v4": -3, "Ant-v4": -4, "Humanoid-v4": -2}
+    for task, entropy in entropies.items():
+        args = Args(preset=f"{preset}/{task}")
+        action_dim = gymnasium.make(task).action_space.shape[0]
+        assert args.target_entropy * action_dim == pytest.approx(entropy, rel=1e-12)
+        assert (args.utd, args.policy_delay, args.actor_value) == (20, 20, "mean")
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.75, 0.99])  # the preset's, another, and the default of the flag
@@ -151,10 +166,10 @@ def test_a_policy_is_read_without_its_preset(mine: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "wanted"),
     [
-        ("tuned", r"--preset is 'tuned': give NAME/TASK, of which NAME is tuned, or the path of a \.toml file$"),
+        ("tuned", r"--preset is 'tuned': give NAME/TASK, of which NAME is droq or redq or tuned, or the path of"),
         ("", "--preset is '': give NAME/TASK"),
         ("tuned/", "--preset is 'tuned/': give NAME/TASK"),
-        ("best/Hopper-v4", r"algos/best\.toml does not exist \(presets in its folder: tuned\)$"),
+        ("best/Hopper-v4", r"algos/best\.toml does not exist \(presets in its folder: droq, redq, tuned\)$"),
         ("none.toml/Hopper-v4", r"none\.toml does not exist \(presets in its folder: mine\)$"),
         ("tuned/Hoper-v4", r"algos/tuned\.toml has no settings of sac for Hoper-v4: give one of Ant-v4, .*Hopper-v4"),
         ("mine.toml/A", r'^mine\.toml: gama in \[sac\."A"\] is not a flag that a preset can set \(perhaps gamma\?\)$'),

@@ -1,5 +1,6 @@
 """SAC against formulas written a second time, a known answer, and a real environment."""
 
+import itertools
 import math
 from typing import Any
 
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import COMMON
-from formulas import Array, assert_log_std_is_clamped, forward, layers, make_batch, parameters, values
+from formulas import Array, assert_log_std_is_clamped, forward, layers, make_batch, normed, parameters, values
 
 from algos.sac import SAC, Args
 from common.checkpoint import state_of
+from common.errors import InputError
+from common.networks import Critic
 from common.optim import Adam
 from common.replay_buffer import Batch, ReplayBuffer
 
@@ -172,3 +175,69 @@ def test_state_covers_all():
 
 def test_log_deviation_is_held_in_wide_bounds():
     assert_log_std_is_clamped(SAC(Args(**SMALL), 3, 2, torch.device("cpu")).actor, -20.0, 2.0)
+
+
+def test_a_target_draws_its_critics_and_the_actor_takes_the_mean():
+    """REDQ: the smallest of two of five target critics, without replacement, drawn again for each target."""
+    agent, batch = make_agent(critics=5, target_critics=2, actor_value="mean"), make_batch()
+    pairs = list(itertools.combinations(range(5), 2))
+    assert {tuple(sorted(agent.drawn().tolist())) for _ in range(200)} == set(pairs)
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    for _ in range(5):
+        state = agent.generator.get_state()
+        next_actions, next_log_prob = sampled(agent, next_obs, noise_of(agent, 5))
+        next_values = values(agent.target_critic, next_obs, next_actions, 5)
+        loss = agent.critic_loss(batch)[0].item()
+        agent.generator.set_state(state)
+        torch.randn(5, 2, generator=agent.generator)
+        smallest = np.min([next_values[i] for i in agent.drawn().tolist()], axis=0)
+        target = rewards + 0.99 * (1 - terminations) * (smallest - math.exp(-0.7) * next_log_prob)
+        expected = sum(((q - target) ** 2).mean() for q in values(agent.critic, obs, actions, 5))
+        assert loss == pytest.approx(expected, rel=1e-6)
+    policy_actions, log_prob = sampled(agent, obs, noise_of(agent, 5))
+    mean = np.mean(values(agent.critic, obs, policy_actions, 5), axis=0)
+    assert agent.actor_loss(batch)[0].item() == pytest.approx((math.exp(-0.7) * log_prob - mean).mean(), rel=1e-6)
+
+
+def test_dropout_before_the_layer_norm_in_every_pass_of_the_critics():
+    """DroQ: for the targets, for the critics' values, and for the actor. Each pass draws its own units."""
+    agent, batch = make_agent(critics=2, layer_norm=True, dropout=0.25), make_batch()
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    generator = torch.Generator()
+    generator.set_state(agent.generator.get_state())
+
+    def dropped(critic: Critic, *inputs: Array) -> list[Array]:
+        kept = [(torch.rand(2, 5, 16, generator=generator) >= 0.25).double().numpy() / 0.75 for _ in range(2)]
+        found = []
+        for member in range(2):
+            units = np.concatenate(inputs, axis=-1)
+            for i, (weight, bias, *norm) in enumerate(layers(critic, member)):
+                units = units @ weight + bias
+                units = np.maximum(normed(units * kept[i][member], *norm), 0) if norm else units
+            found.append(units[:, 0])
+        return found
+
+    noise = torch.randn(5, 2, generator=generator).double().numpy()
+    next_actions, next_log_prob = sampled(agent, next_obs, noise)
+    smallest = np.min(dropped(agent.target_critic, next_obs, next_actions), axis=0)
+    target = rewards + 0.99 * (1 - terminations) * (smallest - math.exp(-0.7) * next_log_prob)
+    expected = sum(((q - target) ** 2).mean() for q in dropped(agent.critic, obs, actions))
+    assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
+    policy_actions, log_prob = sampled(agent, obs, torch.randn(5, 2, generator=generator).double().numpy())
+    smallest = np.min(dropped(agent.critic, obs, policy_actions), axis=0)
+    expected = (math.exp(-0.7) * log_prob - smallest).mean()
+    assert agent.actor_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_delayed_actor_and_temperature_stay_while_the_critics_move():
+    agent, batch = make_agent(policy_delay=2), make_batch()
+    before = {name: parameter.detach().clone() for name, parameter in parameters(agent)} | {"α": +agent.log_alpha}
+    agent.update(batch, with_actor=False)
+    after = dict(parameters(agent)) | {"α": agent.log_alpha}
+    moved = {name.partition(".")[0] for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved == {"critic", "target_critic"}
+
+
+def test_more_critics_in_a_target_than_there_are_is_refused():
+    with pytest.raises(InputError, match="--target-critics is 3: give at most --critics, 2"):
+        Args(target_critics=3)
