@@ -8,6 +8,7 @@ are that paper's.
     python algos/sac.py --env Humanoid-v4 --num-envs 4
     python algos/sac.py --preset redq/Hopper-v4
     python algos/sac.py --preset droq/Hopper-v4
+    python algos/sac.py --env Hopper-v4 --critic hl-gauss --alpha 0.01
 
 REDQ (Chen et al. 2021, arXiv 2101.05982) and DroQ (Hiraoka et al. 2022, arXiv 2110.02034) are SAC with 20 updates of
 the critics a step. REDQ has ten critics, of which a target uses two at random. DroQ has two, with dropout and layer
@@ -29,17 +30,29 @@ import common.start
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.arguments import AnyNumber, Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs, Probability
+from common.arguments import (
+    AnyNumber,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    OffPolicyArgs,
+    OnlineArgs,
+    OptionalNumber,
+    Probability,
+)
 from common.command_line import command_line
 from common.errors import InputError
+from common.hl_gauss import FIT, Histogram, HistogramCritic, made_histogram
 from common.networks import Critic, TanhGaussian, frozen, mlp
-from common.normalize import RunningNormalizer
+from common.normalize import ReturnScaler, RunningNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
@@ -63,6 +76,14 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Layer normalisation in the critics."""
     dropout: Probability = 0.0
     """Share of the critics' hidden units that are dropped, also in targets and for the actor."""
+    critic: Literal["mse", "hl-gauss", "c51"] = "mse"
+    """Loss of the critics: the squared error of values, or the cross-entropy of histograms of the return."""
+    bins: int = 101
+    """Bins of a histogram."""
+    q_min: OptionalNumber = None
+    """Smallest return of a histogram. Without it and --q-max, rewards are scaled until returns fit into ±5."""
+    q_max: OptionalNumber = None
+    """Largest return of a histogram."""
 
     normalize_obs: bool = False
     """Normalise observations by their running mean and standard deviation, as PPO does."""
@@ -118,9 +139,12 @@ class SAC:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
-        sizes = [obs_dim + action_dim, *args.hidden, 1]
+        histogram = made_histogram(args.critic, args.bins, args.q_min, args.q_max)
+        self.histogram = histogram and histogram.to(device)
+        sizes = [obs_dim + action_dim, *args.hidden, args.bins if histogram else 1]
+        kind = HistogramCritic if histogram else Critic
         self.critic, self.target_critic = (
-            Critic(mlp(sizes, initializer, args.critics, layer_norm=args.layer_norm)).to(device) for _ in range(2)
+            kind(mlp(sizes, initializer, args.critics, layer_norm=args.layer_norm)).to(device) for _ in range(2)
         )
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
@@ -129,8 +153,17 @@ class SAC:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
+        is_scaled = histogram and args.q_min is None
+        self.reward_scaler = ReturnScaler(args.num_envs, args.gamma, FIT).to(device) if is_scaled else nn.Identity()
         self.args, self.gamma, self.device, self.action_dim = args, args.gamma, device, action_dim
         self.target_entropy = args.target_entropy * action_dim
+
+    def observe(self, obs: NDArray[Any], rewards: NDArray[Any], dones: NDArray[np.bool_]) -> None:
+        """Add a step of each environment to the running statistics."""
+        if isinstance(self.obs_normalizer, RunningNormalizer):
+            self.obs_normalizer.update(torch.from_numpy(obs).to(self.device))
+        if isinstance(self.reward_scaler, ReturnScaler):
+            self.reward_scaler.update(*(torch.from_numpy(part).to(self.device) for part in (rewards, dones)))
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
@@ -138,13 +171,14 @@ class SAC:
         policy = self.actor(self.obs_normalizer(obs))
         return policy.mode if deterministic else policy.sample(self.generator)
 
-    def values(self, critic: Critic, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
-        """Return Q_i(s, a) of all critics, or of those numbered `members`: [critics, batch]."""
+    def outputs(self, critic: Critic, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
+        """Return Q_i(s, a) of all critics, or of those numbered `members`: [critics, batch], or [..., bins] logits."""
         if not self.args.dropout:
             return critic(obs, actions, members)
         inputs = torch.cat([obs, actions], dim=-1)
-        values = critic.net.forward_with_dropout(inputs, self.args.dropout, self.generator).squeeze(-1)
-        return values if members is None else values[members]
+        outputs = critic.net.forward_with_dropout(inputs, self.args.dropout, self.generator)
+        outputs = outputs if self.histogram else outputs.squeeze(-1)
+        return outputs if members is None else outputs[members]
 
     def drawn(self) -> Tensor | None:
         """Draw the critics of one target, without replacement (REDQ, algorithm 1). None stands for all."""
@@ -155,21 +189,35 @@ class SAC:
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the soft Bellman residual, summed over the critics (eq. 5 and 6)."""
+        if self.histogram:
+            return self.histogram_loss(batch, self.histogram)
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_values = self.values(self.target_critic, batch.next_obs, next_actions, self.drawn())
+            next_values = self.outputs(self.target_critic, batch.next_obs, next_actions, self.drawn())
             next_value = next_values.amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
-        values = self.values(self.critic, batch.obs, batch.actions)
+        values = self.outputs(self.critic, batch.obs, batch.actions)
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
+
+    def histogram_loss(self, batch: Batch, histogram: Histogram) -> tuple[Tensor, Metrics]:
+        """Return the cross-entropy of the critics' histograms from that of the target, summed over the critics."""
+        with torch.no_grad():
+            next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
+            next_logits = self.outputs(self.target_critic, batch.next_obs, next_actions, self.drawn())
+            rewards, discounts = self.reward_scaler(batch.rewards), self.gamma * (1.0 - batch.terminations)
+            labels, metrics = histogram.target(next_logits, rewards, discounts, -self.log_alpha.exp() * next_log_prob)
+        logits = self.outputs(self.critic, batch.obs, batch.actions)
+        loss = histogram.cross_entropy(logits, labels).mean(1).sum()
+        return loss, metrics | {"losses/critic": loss.detach(), "losses/q": histogram.mean(logits.detach())}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Return the KL divergence from the policy to exp(Q / α) (eq. 7 and 9), and log π [batch] for α."""
         actions, log_prob = self.actor(batch.obs).rsample(self.generator)
         with frozen(self.critic):  # the gradient passes through the critics and stops there
-            values = self.values(self.critic, batch.obs, actions)
+            outputs = self.outputs(self.critic, batch.obs, actions)
+        values = self.histogram.mean(outputs) if self.histogram else outputs
         value = values.amin(0) if self.args.actor_value == "min" else values.mean(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
@@ -214,10 +262,9 @@ def train(args: Args) -> Result:
         # Act
         random = rollout.steps < args.learning_starts
         actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
-        obs, actions, rewards, next_obs, terminations, _ = rollout.step(actions, meanwhile=update.flush)
+        obs, actions, rewards, next_obs, terminations, truncations = rollout.step(actions, meanwhile=update.flush)
         buffer.add(obs, actions, rewards, next_obs, terminations)
-        if isinstance(agent.obs_normalizer, RunningNormalizer):
-            agent.obs_normalizer.update(torch.from_numpy(obs).to(run.device))
+        agent.observe(obs, rewards, terminations | truncations)
 
         # Learn
         for _ in range(args.utd * args.num_envs if step > args.learning_starts else 0):

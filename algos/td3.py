@@ -6,6 +6,7 @@ Algorithm and equation numbers below are that paper's.
     python algos/td3.py --env HalfCheetah-v4
     python algos/td3.py --env Hopper-v4 --seed 2 --total-steps 300000
     python algos/td3.py --env Walker2d-v4 --num-envs 4
+    python algos/td3.py --env Hopper-v4 --critic hl-gauss
 
 Choices where public versions differ:
 - Networks of 256 × 256 and a batch of 256 are those of the authors' current code (paper: 400 × 300 and 100).
@@ -18,15 +19,19 @@ Choices where public versions differ:
 import common.start
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.acting import acting
-from common.arguments import Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs
+from common.arguments import Fraction, NonNegative, NonNegativeInt, OffPolicyArgs, OnlineArgs, OptionalNumber
 from common.command_line import command_line
+from common.hl_gauss import FIT, Histogram, HistogramCritic, made_histogram
 from common.networks import Critic, frozen, mlp
-from common.normalize import RunningNormalizer
+from common.normalize import ReturnScaler, RunningNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch, ReplayBuffer
 from common.run import Result, Run, returns_result
@@ -42,6 +47,14 @@ class Args(OnlineArgs, OffPolicyArgs):
     """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
     """Number of critics. The target uses the smallest value, the actor the first critic."""
+    critic: Literal["mse", "hl-gauss", "c51"] = "mse"
+    """Loss of the critics: the squared error of values, or the cross-entropy of histograms of the return."""
+    bins: int = 101
+    """Bins of a histogram."""
+    q_min: OptionalNumber = None
+    """Smallest return of a histogram. Without it and --q-max, rewards are scaled until returns fit into ±5."""
+    q_max: OptionalNumber = None
+    """Largest return of a histogram."""
 
     normalize_obs: bool = False
     """Normalise observations by their running mean and standard deviation, as PPO does."""
@@ -94,14 +107,18 @@ class TD3:
         self.target_actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         self.target_actor.load_state_dict(self.actor.state_dict())
         self.update_target_actor = SoftUpdate(self.target_actor, self.actor, args.tau)
-        sizes = [obs_dim + action_dim, *args.hidden, 1]
-        self.critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
-        self.target_critic = Critic(mlp(sizes, initializer, args.critics)).to(device)
+        histogram = made_histogram(args.critic, args.bins, args.q_min, args.q_max)
+        self.histogram = histogram and histogram.to(device)
+        sizes = [obs_dim + action_dim, *args.hidden, args.bins if histogram else 1]
+        kind = HistogramCritic if histogram else Critic
+        self.critic, self.target_critic = (kind(mlp(sizes, initializer, args.critics)).to(device) for _ in range(2))
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
+        is_scaled = histogram and args.q_min is None
+        self.reward_scaler = ReturnScaler(args.num_envs, args.gamma, FIT).to(device) if is_scaled else nn.Identity()
         self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
         self.exploration_noise, self.policy_delay = args.exploration_noise, args.policy_delay
         self.target_noise, self.target_noise_clip = args.target_noise, args.target_noise_clip
@@ -109,6 +126,13 @@ class TD3:
     def noise(self, actions: Tensor, scale: float) -> Tensor:
         """Return Gaussian noise of the same shape as the actions, with standard deviation `scale`."""
         return scale * torch.randn(actions.shape, generator=self.generator, device=self.device)
+
+    def observe(self, obs: NDArray[Any], rewards: NDArray[Any], dones: NDArray[np.bool_]) -> None:
+        """Add a step of each environment to the running statistics."""
+        if isinstance(self.obs_normalizer, RunningNormalizer):
+            self.obs_normalizer.update(torch.from_numpy(obs).to(self.device))
+        if isinstance(self.reward_scaler, ReturnScaler):
+            self.reward_scaler.update(*(torch.from_numpy(part).to(self.device) for part in (rewards, dones)))
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False) -> Tensor:
@@ -118,12 +142,18 @@ class TD3:
             return actions
         return (actions + self.noise(actions, self.exploration_noise)).clamp(-1.0, 1.0)
 
+    def smoothed_actions(self, obs: Tensor) -> Tensor:
+        """Return the target policy's actions with clipped noise (eq. 15)."""
+        actions = self.target_actor(obs)
+        noise = self.noise(actions, self.target_noise).clamp(-self.target_noise_clip, self.target_noise_clip)
+        return (actions + noise).clamp(-1.0, 1.0)
+
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the squared Bellman error, summed over the critics: clipped double Q (eq. 10), smoothing (eq. 15)."""
+        if self.histogram:
+            return self.histogram_loss(batch, self.histogram)
         with torch.no_grad():
-            next_actions = self.target_actor(batch.next_obs)
-            noise = self.noise(next_actions, self.target_noise).clamp(-self.target_noise_clip, self.target_noise_clip)
-            next_actions = (next_actions + noise).clamp(-1.0, 1.0)
+            next_actions = self.smoothed_actions(batch.next_obs)
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0)
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
@@ -131,11 +161,22 @@ class TD3:
         loss = (values - target).square().mean(1).sum()
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
+    def histogram_loss(self, batch: Batch, histogram: Histogram) -> tuple[Tensor, Metrics]:
+        """Return the cross-entropy of the critics' histograms from that of the target, summed over the critics."""
+        with torch.no_grad():
+            next_logits = self.target_critic(batch.next_obs, self.smoothed_actions(batch.next_obs))
+            rewards, discounts = self.reward_scaler(batch.rewards), self.gamma * (1.0 - batch.terminations)
+            labels, metrics = histogram.target(next_logits, rewards, discounts, torch.zeros_like(rewards))
+        logits = self.critic(batch.obs, batch.actions)
+        loss = histogram.cross_entropy(logits, labels).mean(1).sum()
+        return loss, metrics | {"losses/critic": loss.detach(), "losses/q": histogram.mean(logits.detach())}
+
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return minus the first critic's value of the policy's actions: deterministic policy gradient, algorithm 1."""
         actions = self.actor(batch.obs)
         with frozen(self.critic):  # the gradient passes through the critic and stops there
-            value = self.critic(batch.obs, actions, 0)
+            outputs = self.critic(batch.obs, actions, 0)
+        value = self.histogram.mean(outputs) if self.histogram else outputs
         loss = -value.mean()
         return loss, {"losses/actor": loss.detach()}
 
@@ -171,10 +212,9 @@ def train(args: Args) -> Result:
         # Act
         random = rollout.steps < args.learning_starts
         actions = rollout.random_actions(agent.generator) if random else policy(rollout.obs)
-        obs, actions, rewards, next_obs, terminations, _ = rollout.step(actions, meanwhile=update.flush)
+        obs, actions, rewards, next_obs, terminations, truncations = rollout.step(actions, meanwhile=update.flush)
         buffer.add(obs, actions, rewards, next_obs, terminations)
-        if isinstance(agent.obs_normalizer, RunningNormalizer):
-            agent.obs_normalizer.update(torch.from_numpy(obs).to(run.device))
+        agent.observe(obs, rewards, terminations | truncations)
 
         # Learn
         for _ in range(args.utd * args.num_envs if step > args.learning_starts else 0):

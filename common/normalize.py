@@ -98,3 +98,36 @@ class RewardScaler(nn.Module):
         scale = self.normalizer.scale.cpu().numpy()
         scaled: NDArray[np.float32] = (rewards * scale).clip(-self.clip, self.clip).astype(np.float32)
         return scaled
+
+
+class ReturnScaler(nn.Module):
+    """Scales rewards so that their discounted sums G stay within ±bound and have a variance of at most 1.
+
+    The divisor is max(√Var G, max |G| / bound), of all G so far. Source: SimbaV2 (Lee et al. 2025, arXiv 2502.15280),
+    reward scaling.
+    """
+
+    sums: Tensor
+    largest: Tensor
+    scale: Tensor
+
+    def __init__(self, num_envs: int, gamma: float, bound: float) -> None:
+        super().__init__()
+        self.gamma, self.bound, self.normalizer = gamma, bound, RunningNormalizer(1)
+        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, rewards: Tensor) -> Tensor:
+        """Return rewards of any shape, scaled by the statistics so far."""
+        return rewards * self.scale
+
+    @torch.no_grad()
+    def update(self, rewards: Tensor, dones: Tensor) -> None:
+        """Add one step's rewards [num_envs]. `dones` [num_envs] marks the ends of episodes, which reset the sums."""
+        sums = self.gamma * self.sums + rewards
+        self.normalizer.update(sums.unsqueeze(-1))
+        self.largest.copy_(torch.maximum(self.largest, sums.abs().max()))
+        bounded = self.bound / self.largest.clamp(min=1e-8)
+        self.scale.copy_(torch.minimum(self.normalizer.scale.squeeze(), bounded))
+        self.sums.copy_(torch.where(dones, 0.0, sums))

@@ -1,4 +1,4 @@
-"""HL-Gauss against sums over a fine grid, and what its minimum must be."""
+"""HL-Gauss against sums over a fine grid, C51 against loops, and what their minimum must be."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from formulas import forward, layers
 
 from common.errors import InputError
-from common.hl_gauss import HistogramCritic, HLGauss, return_range
+from common.hl_gauss import C51, HistogramCritic, HLGauss, made_histogram, return_range
 from common.networks import mlp
 
 LOW, HIGH, BINS = -10.0, 30.0, 20
@@ -116,3 +116,92 @@ def test_a_range_that_is_none_is_refused(rewards, gamma, given):
 def test_bins_that_float32_cannot_express_are_refused(low: float, high: float):
     with pytest.raises(InputError, match="too narrow"):
         HLGauss(128).set_range(low, high)
+
+
+def atoms_of(bins: int = 11) -> tuple[C51, np.ndarray]:
+    support = C51(bins).double()
+    support.set_range(-2.0, 3.0)
+    return support, np.linspace(-2.0, 3.0, bins)
+
+
+def test_c51s_atoms_are_the_ends_of_the_range_and_evenly_between():
+    support, atoms = atoms_of()
+    np.testing.assert_allclose(support.centres.numpy(), atoms, rtol=1e-12, atol=1e-12)
+
+
+def test_c51s_projection_equals_loops_over_its_atoms():
+    """The floor and the ceiling of each return get what lies nearer to them (algorithm 1 of Bellemare et al.)."""
+    support, atoms = atoms_of()
+    rng = np.random.default_rng(0)
+    shares, returns = rng.dirichlet(np.ones(7), 200), rng.uniform(-4.0, 5.0, (200, 7))
+    returns[:, 0] = atoms[rng.integers(0, 11, 200)]  # some exactly on an atom
+    expected = np.zeros((200, 11))
+    for row in range(200):
+        for share, value in zip(shares[row], returns[row], strict=True):
+            place = (min(max(value, -2.0), 3.0) + 2.0) / 0.5
+            below, above = math.floor(place), math.ceil(place)
+            if below == above:
+                expected[row, below] += share
+            else:
+                expected[row, below] += share * (above - place)
+                expected[row, above] += share * (place - below)
+    found = support.project(torch.from_numpy(shares), torch.from_numpy(returns))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
+    inside = np.clip(returns, -2.0, 3.0)  # where a projection keeps the mean
+    np.testing.assert_allclose(found.numpy() @ atoms, (shares * inside).sum(1), atol=1e-12)
+
+
+def random_target(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Logits of three critics in 50 states, rewards, discounts of which every fifth is 0, and a bonus."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = 2.0 * torch.randn(3, 50, 11, generator=rng).double()
+    rewards, bonus = (torch.randn(50, generator=rng).double() for _ in range(2))
+    return logits, rewards, 0.9 * (torch.arange(50) % 5 != 0).double(), bonus
+
+
+def test_hl_gausss_target_is_the_label_of_the_smallest_mean():
+    support = HLGauss(11).double()
+    support.set_range(-2.0, 3.0)
+    logits, rewards, discounts, bonus = random_target()
+    shares = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(-1, keepdims=True)
+    means = shares @ (np.linspace(-2, 3, 12)[:-1] + 2.5 / 11)
+    returns = rewards.numpy() + discounts.numpy() * (means.min(0) + bonus.numpy())
+    labels, metrics = support.target(logits, rewards, discounts, bonus)
+    torch.testing.assert_close(labels, support.labels(torch.from_numpy(returns)))
+    outside = (returns < -2) | (returns > 3)
+    assert 0 < outside.sum() < 50
+    np.testing.assert_array_equal(metrics["losses/clamped"].numpy(), outside)
+    entropy = -(labels * labels.clamp(min=1e-300).log()).sum(-1)
+    torch.testing.assert_close(metrics["losses/label_entropy"], entropy)
+
+
+def test_c51s_target_moves_the_histogram_of_the_critic_with_the_smallest_mean():
+    support, atoms = atoms_of()
+    logits, rewards, discounts, bonus = random_target()
+    labels, metrics = support.target(logits, rewards, discounts, bonus)
+    for state in range(50):
+        each = [np.exp(critic) / np.exp(critic).sum() for critic in logits[:, state].numpy()]
+        shares = min(each, key=lambda share: share @ atoms)
+        returns = rewards[state].item() + discounts[state].item() * (atoms + bonus[state].item())
+        expected = support.project(torch.from_numpy(shares), torch.from_numpy(returns))
+        torch.testing.assert_close(labels[state], expected)
+        clamped = shares[(returns < -2) | (returns > 3)].sum()
+        assert metrics["losses/clamped"][state].item() == pytest.approx(clamped, abs=1e-12)
+    assert len(set(support.mean(logits).argmin(0).tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    ("bins", "low", "high", "wanted"),
+    [
+        (1, None, None, "--bins is 1: give at least 2"),
+        (11, 0.0, None, "--q-min is 0.0 and --q-max is None: give both, the smaller first, or neither"),
+        (11, 3.0, 3.0, "--q-min is 3.0 and --q-max is 3.0: give both"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["hl-gauss", "c51"])
+def test_a_histogram_without_bins_or_range_is_refused(
+    kind: str, bins: int, low: float | None, high: float | None, wanted: str
+):
+    with pytest.raises(InputError, match=wanted):
+        made_histogram(kind, bins, low, high)
+    assert made_histogram("mse", bins, low, high) is None

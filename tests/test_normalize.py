@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.normalize import FixedNormalizer, RewardScaler, RunningNormalizer
+from common.normalize import FixedNormalizer, ReturnScaler, RewardScaler, RunningNormalizer
 
 
 def test_statistics_equal_those_of_all_batches_together():
@@ -62,3 +62,20 @@ def test_fixed_statistics_do_not_move_and_are_part_of_the_state():
     np.testing.assert_allclose(normalizer(values), (values.numpy() - mean) / (deviation + 1e-3), rtol=1e-6)
     other.load_state_dict(normalizer.state_dict())
     assert torch.equal(other(values), normalizer(values))
+
+
+@pytest.mark.parametrize("bound", [1.5, 50.0])  # the largest sum decides, or the deviation
+def test_rewards_are_scaled_until_returns_fit(bound: float):
+    """By the deviation of all discounted sums so far, or more if the largest would leave the bound."""
+    rng, scaler = np.random.default_rng(2), ReturnScaler(3, 0.9, bound)
+    rewards, dones = rng.normal(1.0, 3.0, (200, 3)), rng.random((200, 3)) < 0.05
+    seen, sums = [], np.zeros(3)
+    for reward, done in zip(rewards, dones, strict=True):
+        scaler.update(torch.from_numpy(reward), torch.from_numpy(done))
+        sums = 0.9 * sums + reward
+        seen.append(sums)
+        sums = np.where(done, 0.0, sums)
+        by_deviation = np.sqrt(np.var(seen) + 1e-8)
+        divisor = max(by_deviation, np.abs(seen).max() / bound)
+        np.testing.assert_allclose(scaler(torch.ones(2)), 1.0 / divisor, rtol=1e-6)
+    assert (divisor == by_deviation) == (bound == 50.0)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from conftest import COMMON
 from formulas import Array, assert_log_std_is_clamped, forward, layers, make_batch, normed, parameters, values
+from test_resume import assert_kills_change_nothing
 
 from algos.sac import SAC, Args
 from common.checkpoint import state_of
 from common.errors import InputError
+from common.hl_gauss import C51, HLGauss
 from common.networks import Critic
 from common.optim import Adam
 from common.replay_buffer import Batch, ReplayBuffer
@@ -241,3 +244,50 @@ def test_a_delayed_actor_and_temperature_stay_while_the_critics_move():
 def test_more_critics_in_a_target_than_there_are_is_refused():
     with pytest.raises(InputError, match="--target-critics is 3: give at most --critics, 2"):
         Args(target_critics=3)
+
+
+@pytest.mark.parametrize("critic", ["hl-gauss", "c51"])
+def test_histograms_learn_the_soft_target_and_act_by_their_mean(critic: str):
+    """The target holds the entropy, rewards are scaled, and a termination leaves the reward alone."""
+    agent, batch = make_agent(critic=critic, bins=11, critics=3), make_batch(40)
+    agent.histogram.double().set_range(-5.0, 5.0)
+    agent.reward_scaler.scale.fill_(0.5)
+    support = {"hl-gauss": HLGauss, "c51": C51}[critic](11).double()
+    support.set_range(-5.0, 5.0)
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    noise = noise_of(agent, 40)
+    next_actions, next_log_prob = sampled(agent, next_obs, noise)
+    logits, next_logits = (
+        np.stack([forward(np.concatenate(pair, -1), layers(net, member)) for member in range(3)])
+        for net, pair in ((agent.critic, (obs, actions)), (agent.target_critic, (next_obs, next_actions)))
+    )
+    parts = 0.5 * rewards, 0.99 * (1 - terminations), -math.exp(-0.7) * next_log_prob
+    labels = support.target(*map(torch.from_numpy, (next_logits, *parts)))[0].numpy()
+    assert np.abs(labels[terminations == 1] @ support.centres.numpy() - 0.5 * rewards[terminations == 1]).max() < 0.02
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    loss, metrics = agent.critic_loss(batch)
+    assert loss.item() == pytest.approx(-(labels * np.log(shares)).sum(-1).mean(1).sum(), rel=1e-6)
+    np.testing.assert_allclose(metrics["losses/q"], shares @ support.centres.numpy(), rtol=1e-6)
+    policy_actions, log_prob = sampled(agent, obs, noise_of(agent, 40))
+    pairs = np.concatenate([obs, policy_actions], -1)
+    values_ = [
+        support.mean(torch.from_numpy(forward(pairs, layers(agent.critic, member)))).numpy() for member in range(3)
+    ]
+    expected = (math.exp(-0.7) * log_prob - np.min(values_, axis=0)).mean()
+    assert agent.actor_loss(batch)[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_given_range_leaves_rewards_as_they_are():
+    agent = make_agent(critic="c51", bins=11, q_min=-100.0, q_max=300.0)
+    assert agent.histogram.centres[[0, -1]].tolist() == pytest.approx([-100.0, 300.0])
+    agent.observe(np.zeros((1, 3)), np.array([50.0]), np.array([False]))
+    assert agent.reward_scaler(torch.tensor(50.0)) == 50.0
+    assert make_agent().histogram is None
+
+
+@pytest.mark.parametrize("critic", ["hl-gauss", "c51"])
+def test_kills_change_nothing_with_histograms(critic: str, tmp_path: Path):
+    """In two environments. The reward scale and its sums are in the checkpoint."""
+    changed = {"critic": critic, "bins": 11, "dropout": 0.1, "layer_norm": True, "critics": 3, "target_critics": 2,
+               "policy_delay": 3, "num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20}  # fmt: skip
+    assert_kills_change_nothing("sac", changed, [("step", 130), ("update", 100), ("any", 3)], tmp_path)

@@ -10,6 +10,7 @@ from formulas import Array, forward, layers, make_batch, parameters, values
 
 from algos.td3 import TD3, Args
 from common.checkpoint import state_of
+from common.hl_gauss import C51, HLGauss
 from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
@@ -134,3 +135,31 @@ def test_state_covers_all():
     agent = TD3(Args(**SMALL), 3, 2, torch.device("cpu"))
     networks = {"actor", "target_actor", "critic", "target_critic", "generator"}
     assert networks | {"actor_optimizer", "critic_optimizer"} <= state_of(agent).keys()
+
+
+@pytest.mark.parametrize("critic", ["hl-gauss", "c51"])
+def test_histograms_learn_the_target_and_the_actor_climbs_their_mean(critic: str):
+    """Of clipped double Q, with smoothed actions and scaled rewards. The actor uses the first critic."""
+    agent, batch = make_agent(critic=critic, bins=11, critics=2, target_noise=0.8), make_batch(40)
+    agent.histogram.double().set_range(-5.0, 5.0)
+    agent.reward_scaler.scale.fill_(0.5)
+    support = {"hl-gauss": HLGauss, "c51": C51}[critic](11).double()
+    support.set_range(-5.0, 5.0)
+    obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    generator = torch.Generator()
+    generator.set_state(agent.generator.get_state())
+    noise = 0.8 * torch.randn(40, 2, generator=generator).double().numpy()
+    smoothed = np.clip(policy(agent.target_actor, next_obs) + np.clip(noise, -0.5, 0.5), -1, 1)
+    logits, next_logits = (
+        np.stack([forward(np.concatenate(pair, -1), layers(net, member)) for member in range(2)])
+        for net, pair in ((agent.critic, (obs, actions)), (agent.target_critic, (next_obs, smoothed)))
+    )
+    parts = 0.5 * rewards, 0.99 * (1 - terminations), 0 * rewards
+    labels = support.target(*map(torch.from_numpy, (next_logits, *parts)))[0].numpy()
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert agent.critic_loss(batch)[0].item() == pytest.approx(
+        -(labels * np.log(shares)).sum(-1).mean(1).sum(), rel=1e-6
+    )
+    pairs = np.concatenate([obs, policy(agent.actor, obs)], -1)
+    means = support.mean(torch.from_numpy(forward(pairs, layers(agent.critic, 0))))
+    assert agent.actor_loss(batch)[0].item() == pytest.approx(-means.mean().item(), rel=1e-6)
