@@ -23,10 +23,15 @@ class Adam(torch.optim.Adam):
     gradient_norm: Tensor
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, eps: float = 1e-8, weight_decay: float = 0.0
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
         """Set up the state. `weight_decay` is AdamW's (Loshchilov and Hutter 2019, arXiv 1711.05101), times `lr`."""
-        super().__init__(parameters, lr, eps=eps, weight_decay=weight_decay, fused=True, decoupled_weight_decay=True)
+        super().__init__(parameters, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=True)
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
             self.state[parameter] |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

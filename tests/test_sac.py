@@ -234,7 +234,9 @@ def test_dropout_before_the_layer_norm_in_every_pass_of_the_critics():
 
 def test_a_delayed_actor_and_temperature_stay_while_the_critics_move():
     agent, batch = make_agent(policy_delay=2), make_batch()
-    before = {name: parameter.detach().clone() for name, parameter in parameters(agent)} | {"α": +agent.log_alpha}
+    before = {name: parameter.detach().clone() for name, parameter in parameters(agent)} | {
+        "α": agent.log_alpha.detach().clone()
+    }
     agent.update(batch, with_actor=False)
     after = dict(parameters(agent)) | {"α": agent.log_alpha}
     moved = {name.partition(".")[0] for name, value in before.items() if not torch.equal(value, after[name])}
