@@ -105,7 +105,7 @@ class Critic(nn.Module):
         return values.squeeze(-1)
 
 
-class CrossQ:
+class CROSSQ:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
@@ -171,7 +171,7 @@ def train(args: Args) -> Result:
     run = Run("crossq", args)
     rollout = Rollout(args.env, args)
     obs_dim, action_dim = rollout.obs_dim, rollout.action_dim
-    agent = CrossQ(args, obs_dim, action_dim, run.device)
+    agent = CROSSQ(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
     policy = run.policy(agent)
     update = run.updater(

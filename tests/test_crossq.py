@@ -10,7 +10,7 @@ from conftest import COMMON
 from formulas import Array, make_batch, parameters
 from test_resume import assert_kills_change_nothing
 
-from algos.crossq import Args, CrossQ
+from algos.crossq import CROSSQ, Args
 from common.batch_renorm import BatchRenorm, NormalizedMLP
 from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
@@ -18,9 +18,9 @@ from common.replay_buffer import ReplayBuffer
 SMALL = COMMON | {"critic_hidden": (16, 16), "batch_size": 16, "learning_starts": 50, "buffer_size": 10_000}
 
 
-def make_agent(**changed: Any) -> CrossQ:
+def make_agent(**changed: Any) -> CROSSQ:
     """With running statistics that differ from the start and from those of a batch."""
-    agent = CrossQ(Args(**(SMALL | changed)), 3, 2, torch.device("cpu"))
+    agent = CROSSQ(Args(**(SMALL | changed)), 3, 2, torch.device("cpu"))
     rng = torch.Generator().manual_seed(0)
     for module in (agent.actor, agent.critic):
         module.double()
@@ -53,7 +53,7 @@ def outputs(network: NormalizedMLP, inputs: Array, by_batch: bool, member: int |
     return inputs
 
 
-def sampled(agent: CrossQ, obs: Array, noise: Array, by_batch: bool) -> tuple[Array, Array]:
+def sampled(agent: CROSSQ, obs: Array, noise: Array, by_batch: bool) -> tuple[Array, Array]:
     mean, log_std = np.split(outputs(agent.actor.net, obs, by_batch), 2, axis=-1)
     std = np.exp(np.clip(log_std, -20, 2))
     u = mean + std * noise
@@ -61,7 +61,7 @@ def sampled(agent: CrossQ, obs: Array, noise: Array, by_batch: bool) -> tuple[Ar
     return np.tanh(u), (log_normal - np.log(1 - np.tanh(u) ** 2)).sum(-1)
 
 
-def noise_of(agent: CrossQ, size: int) -> Array:
+def noise_of(agent: CROSSQ, size: int) -> Array:
     """The noise that the agent is about to draw; its generator stays where it is."""
     generator = torch.Generator()
     generator.set_state(agent.generator.get_state())
@@ -179,7 +179,7 @@ def test_policy_reaches_the_entropy_and_the_optimum_of_a_known_bandit():
     With batches of 64, whose statistics are noisy, the optimum would be too far out by 0.05 to 0.09.
     """
     learning = {"hidden": (64, 64), "critic_hidden": (64, 64), "alpha_lr": 5e-3}
-    agent = CrossQ(Args(**(SMALL | learning)), 3, 2, torch.device("cpu"))
+    agent = CROSSQ(Args(**(SMALL | learning)), 3, 2, torch.device("cpu"))
     agent.log_alpha.data.fill_(math.log(0.05))
     buffer, rng = ReplayBuffer(2_000, 3, 2), np.random.default_rng(0)
     obs, actions = rng.normal(size=(2_000, 3)), rng.uniform(-1, 1, (2_000, 2))
@@ -197,14 +197,14 @@ def test_defaults_are_the_authors():
     assert (args.actor_lr, args.critic_lr, args.alpha_lr, args.beta1) == (1e-3, 1e-3, 1e-3, 0.5)
     assert (args.hidden, args.critic_hidden, args.critics) == ((256, 256), (2048, 2048), 2)
     assert (args.policy_delay, args.utd, args.batch_size, args.learning_starts) == (3, 1, 256, 5_000)
-    agent = CrossQ(Args(**SMALL), 3, 2, torch.device("cpu"))
+    agent = CROSSQ(Args(**SMALL), 3, 2, torch.device("cpu"))
     betas = [o.param_groups[0]["betas"] for o in (agent.actor_optimizer, agent.critic_optimizer, agent.alpha_optimizer)]
     assert betas == [(0.5, 0.999), (0.5, 0.999), (0.9, 0.999)]
 
 
 def test_log_deviation_is_held_in_wide_bounds():
     """As in SAC."""
-    agent = CrossQ(Args(**SMALL), 3, 2, torch.device("cpu"))
+    agent = CROSSQ(Args(**SMALL), 3, 2, torch.device("cpu"))
     for log_std in (-30.0, -19.0, 1.9, 5.0):
         with torch.no_grad():
             agent.actor.net.net[-1].weight.zero_()

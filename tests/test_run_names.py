@@ -47,6 +47,7 @@ def values_of(algo: str, field: Any) -> list[dict[str, Any]]:
         *(get_args(hint) if get_origin(hint) is Literal else ()),
         True,
         False,
+        2,
         7,
         4_096,
         0.25,
