@@ -100,7 +100,7 @@ class Critic(nn.Module):
         sizes = [obs_dim + action_dim, *args.critic_hidden, 1]
         self.net = NormalizedMLP(sizes, args.renorm_after, generator, args.critics)
 
-    def forward(self, obs: Tensor, actions: Tensor, by_batch: bool) -> Tensor:
+    def forward(self, obs: Tensor, actions: Tensor, by_batch: bool = False) -> Tensor:
         values: Tensor = self.net(torch.cat([obs, actions], dim=-1), by_batch)
         return values.squeeze(-1)
 
@@ -153,7 +153,7 @@ class CROSSQ:
         loss = -alpha * (log_prob.mean() + self.target_entropy)
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": alpha.detach()}
 
-    def update(self, batch: Batch, with_actor: bool) -> Metrics:
+    def update(self, batch: Batch, with_actor: bool = True) -> Metrics:
         """Take a gradient step with the critics, and with actor and α if `with_actor`."""
         critic_loss, metrics = self.critic_loss(batch)
         self.critic_optimizer.minimize(critic_loss)

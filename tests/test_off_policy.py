@@ -32,7 +32,8 @@ def test_critics_reach_the_values_of_a_known_mdp(algo: str):
     With γ = 0.5 and no entropy: Q = 4/3, 2/3 and 5, whatever the action. A truncated episode (the first state's, in
     half of its rows) bootstraps like any other; a terminated one does not.
     """
-    agent = make_agent(algo, gamma=0.5, tau=0.05, critic_lr=3e-3)
+    followers = {"tau": 0.05} if algo in with_flag("tau") else {}
+    agent = make_agent(algo, gamma=0.5, critic_lr=3e-3, **followers)
     buffer, rng, states = ReplayBuffer(600, 3, 2), np.random.default_rng(0), np.eye(3)
     for _ in range(200):
         actions = rng.uniform(-1, 1, (3, 2))
