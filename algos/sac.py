@@ -251,7 +251,7 @@ def train(args: Args) -> Result:
     agent = SAC(args, obs_dim, action_dim, run.device)
     buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
     policy = run.policy(agent)
-    update = run.updater(
+    update = run.updater(  # updates that an older checkpoint holds have no `with_actor`
         lambda with_actor=True: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor),
         agent.generator,
     )
