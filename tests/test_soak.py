@@ -92,12 +92,16 @@ def test_a_command_that_does_not_stop_is_an_error(quick):
 
 
 def test_growth_is_that_of_one_process_after_its_start():
-    """A process that is too young says nothing."""
+    """A process that is too young says nothing, nor does one that had no time to start up."""
     counts = Counts()
-    counts.add([(5.0 * step, 1.0, 1.0) for step in range(40)])
+    counts.add([(5.0 * step, 5.0 * step, 1.0, 1.0) for step in range(40)])
+    counts.add([(5.0 * step, 0.1 * step, 1.0 + step, 1.0) for step in range(100)])
     assert counts.processes == 0
-    counts.add([(100 + 5.0 * step, 50.0 if step < 12 else 100.0 + step, 7.0) for step in range(73)])
+    counts.add([(100 + 5.0 * step, 5.0 * step, 50.0 if step < 12 else 100.0 + step, 7.0) for step in range(73)])
     assert (counts.processes, counts.growth["open files"]) == (1, 1.0)
+    idle = Counts()
+    idle.add([(5.0 * step, 0.0, 50.0 if step < 121 else 100.0, 7.0) for step in range(160)])
+    assert (idle.processes, idle.growth["memory"]) == (1, 1.0)
     first, last = 100 + 22.5, 100 + 62.5  # medians of steps 13 to 32 and 53 to 72
     assert counts.growth["memory"] == pytest.approx(last / first)
 
@@ -133,6 +137,7 @@ def test_a_signal_is_due_whether_rounds_are_short_or_long(quick):
 
 def test_growing_memory_is_an_error(quick, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak, "START_UP", 0.0)
+    monkeypatch.setattr(soak, "START_UP_IDLE", 0.0)
     grow = "kept = []\nfor _ in range(60):\n    kept.append(b'x' * 2**20)\n    time.sleep(0.1)"
     with pytest.raises(RunError, match="memory or open files of small grew by more than 10%"):
         quick(grow, seconds=9, between=(1e6, 1e6))

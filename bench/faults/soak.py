@@ -46,7 +46,9 @@ from common.schema import read_json
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PERIOD = 5.0  # seconds between two measurements
-START_UP = 60.0  # seconds until a process has imported what it needs, filled its replay buffer and compiled
+# A process has started up (imported what it needs, filled its replay buffer and compiled) after so many seconds and so
+# many of its own CPU, of which a busy machine gives it few. One that never computes has started up after ten minutes.
+START_UP, START_UP_CPU, START_UP_IDLE = 60.0, 20.0, 600.0
 MOST_GROWTH = 1.1  # from the first to the last third of a process's life after its start-up
 STOPPED = {status for number in SIGNALS for status in (-number, 128 + number)}
 KINDS = ("memory", "open files")
@@ -102,14 +104,19 @@ class Counts:
         return Counts(self.rounds + other.rounds, self.runs + other.runs, signals, processes, growth)
 
     def add(self, rows: list[tuple[float, ...]]) -> None:
-        """Add a process's measurements: age in s, resident bytes, open files."""
-        settled = [row[1:] for row in rows if row[0] - rows[0][0] > START_UP]
+        """Add a process's measurements: age and CPU time in s, resident bytes, open files."""
+        settled = [row[2:] for row in rows if has_started_up(row[0] - rows[0][0], row[1])]
         if (third := len(settled) // 3) < 10:
             return
         self.processes += 1
         for kind, column in zip(KINDS, zip(*settled, strict=True), strict=True):
             ratio = statistics.median(column[-third:]) / statistics.median(column[:third])
             self.growth[kind] = max(ratio, self.growth.get(kind, 0.0))
+
+
+def has_started_up(age: float, cpu: float) -> bool:
+    """Return whether a process is beyond its start-up, at this age and CPU time in s."""
+    return age > START_UP and (cpu > START_UP_CPU or age > START_UP_IDLE)
 
 
 class Side:
@@ -174,7 +181,8 @@ class Side:
     def _measure(self) -> None:
         for process in (self.process, *_children(self.process)):
             with contextlib.suppress(psutil.Error):  # it has just ended
-                row = time.monotonic(), float(process.memory_info().rss), float(process.num_fds())
+                cpu = sum(process.cpu_times()[:2])  # in user and system mode
+                row = time.monotonic(), cpu, float(process.memory_info().rss), float(process.num_fds())
                 self.measured[process.pid, process.create_time()].append(row)
 
     def summarize(self) -> None:
