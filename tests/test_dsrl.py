@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ SMALL = COMMON | {
 }  # fmt: skip
 STEPS, B, H = 4, 1.5, 2  # Euler steps, scale of the noise, actions in a chunk
 NETWORKS = ("flow", "actor", "critic", "target_critic", "noise_critic")
+both_bases = pytest.mark.parametrize("policy", ["flow", "diffusion"])
 
 
 def make_agent(double: bool = True, action_dim: int = 2, **changed: Any) -> DSRL:
     given = {"dataset": str(PENDULUM), "hidden": (16, 8), "flow_hidden": (16, 8), "flow_steps": STEPS, "chunk": H}
+    given |= {"denoising_steps": STEPS}
     agent = DSRL(with_presets(Args(**given | changed), PRESETS), 3, action_dim, torch.device("cpu"))
     if double:
         noise = torch.Generator().manual_seed(7)
@@ -55,6 +58,11 @@ def make_agent(double: bool = True, action_dim: int = 2, **changed: Any) -> DSRL
         draw = agent.normal
         agent.normal = lambda obs: draw(obs).double()
     return agent
+
+
+def unsteered(agent: DSRL) -> Any:
+    """The base policy as it acts in the warm-up, with the agent's own noise."""
+    return partial(agent.act, deterministic=True, generator=agent.generator)
 
 
 def chunks(size: int = 40) -> Batch:
@@ -77,8 +85,22 @@ def values(critic: Any, obs: Array, actions: Array) -> Array:
     return np.stack([tanh_net(np.concatenate([obs, actions], -1), layers(critic, i))[:, 0] for i in range(2)])
 
 
+def ddim_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
+    """DDIM in y = x / √ᾱ, whose noise has the scale s: y' = a + (y - a) s' / s, with a clipped at each step."""
+    bars = agent.process.alpha_bars.double().numpy()
+    scales = np.sqrt((1 - bars) / bars)
+    y = noise / np.sqrt(bars[-1])
+    for k in reversed(range(len(bars))):
+        x, time = torch.from_numpy(y * np.sqrt(bars[k])), torch.tensor(float(k))
+        actions = (y - scales[k] * agent.flow(torch.from_numpy(obs), x, time).detach().numpy()).clip(-1, 1)
+        y = actions + (y - actions) * (scales[k - 1] / scales[k] if k else 0.0)
+    return y
+
+
 def flow_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
     """Euler steps at t = 0, 1/4, 2/4, 3/4; clipped once, at the end."""
+    if agent.args.policy == "diffusion":
+        return ddim_actions(agent, obs, noise)
     x = noise
     for k in range(STEPS):
         x = x + joined(agent.flow, obs, x, np.full((len(x), 1), k / STEPS)) / STEPS
@@ -93,9 +115,10 @@ def chosen(agent: DSRL, obs: Array, noise: Array) -> tuple[Array, Array]:
     return np.tanh(u), log_density(mean, std, u)
 
 
-def test_critic_loss_equals_an_independent_formula():
+@both_bases
+def test_critic_loss_equals_an_independent_formula(policy: str):
     """Half the sum over both critics, with γ² of a chunk of two, the entropy, and no chunk that a time limit cut."""
-    agent, batch = make_agent(gamma=0.9), chunks()
+    agent, batch = make_agent(gamma=0.9, policy=policy), chunks()
     obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
     u, log_prob = chosen(agent, next_obs, Drawn(agent.generator).normal(40, 4))
     following = values(agent.target_critic, next_obs, flow_actions(agent, next_obs, B * u)).min(0)
@@ -108,9 +131,10 @@ def test_critic_loss_equals_an_independent_formula():
     assert loss == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
 
 
-def test_each_noise_critic_follows_its_own_critic():
+@both_bases
+def test_each_noise_critic_follows_its_own_critic(policy: str):
     """On standard normal noise, also beyond ±b, given to it in units of b."""
-    agent, batch = make_agent(), chunks()
+    agent, batch = make_agent(policy=policy), chunks()
     obs, noise = batch.obs.numpy(), Drawn(agent.generator).normal(40, 4)
     assert (np.abs(noise) > B).any()
     wanted = values(agent.critic, obs, flow_actions(agent, obs, noise))
@@ -154,8 +178,20 @@ def test_flow_loss_weighs_each_valid_action():
     assert agent.flow_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
 
 
-def test_the_flow_is_a_function_of_its_noise():
-    agent = make_agent(double=False)
+def test_diffusion_loss_weighs_each_valid_action():
+    agent, batch = make_agent(policy="diffusion"), chunks()
+    drawn = Drawn(agent.generator)
+    noise, times = drawn.normal(40, 4), np.array(drawn.integers(STEPS, 40))
+    bar = agent.process.alpha_bars.double().numpy()[times][:, None]
+    noisy = torch.from_numpy(np.sqrt(bar) * batch.actions.numpy() + np.sqrt(1 - bar) * noise)
+    found = agent.flow(batch.obs, noisy, torch.from_numpy(times.astype(np.float64))).detach().numpy()
+    errors = (found - noise) ** 2 * np.repeat(batch.valid.numpy(), 2, axis=1)
+    assert agent.flow_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
+
+
+@both_bases
+def test_the_base_policy_is_a_function_of_its_noise(policy: str):
+    agent = make_agent(double=False, policy=policy)
     obs, before = np.ones((5, 3), np.float32), agent.generator.get_state()
     for agent.steers in (0, 1):
         assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
@@ -163,9 +199,10 @@ def test_the_flow_is_a_function_of_its_noise():
     assert not np.array_equal(agent.act(obs), agent.act(obs))
 
 
-def test_each_phase_changes_its_own_networks():
-    """Offline the flow alone. Online all but the flow, on each slice."""
-    agent, batch = make_agent(double=False, batch_size=20, utd=2), chunks()
+@both_bases
+def test_each_phase_changes_its_own_networks(policy: str):
+    """Offline the base policy alone. Online all but the base policy, on each slice."""
+    agent, batch = make_agent(double=False, batch_size=20, utd=2, policy=policy), chunks()
     batch = Batch(*(None if part is None else part.float() for part in batch))
     for online, moving in ((False, {"flow"}), (True, set(NETWORKS) - {"flow"})):
         before = {name: [p.detach().clone() for p in getattr(agent, name).parameters()] for name in NETWORKS}
@@ -194,11 +231,11 @@ def test_a_steered_flow_takes_the_better_mode():
     for _ in range(600):
         agent.update(two_modes(256, rng), False)
     obs = np.ones((2_000, 3), np.float32)
-    base = agent.act_unsteered(obs)
+    base = unsteered(agent)(obs)
     assert 0.15 < (base > 0).mean() < 0.35
     before = [p.detach().clone() for p in agent.flow.parameters()]
     for _ in range(400):
-        actions = torch.from_numpy(agent.act_unsteered(obs[:256]))
+        actions = torch.from_numpy(unsteered(agent)(obs[:256]))
         ones = torch.ones(256, 3)
         agent.update(Batch(ones, actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
     assert all(torch.equal(a, b) for a, b in zip(before, agent.flow.parameters(), strict=True))
@@ -215,7 +252,7 @@ def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
     unsteered, act = list[bool](), Rollout.act
 
     def noted(rollout: Rollout, policy: Any) -> Any:
-        unsteered.append(policy.__name__ == "act_unsteered")
+        unsteered.append(isinstance(policy, partial))
         return act(rollout, policy)
 
     monkeypatch.setattr(Rollout, "act", noted)
@@ -261,15 +298,25 @@ def test_the_first_temperature_is_1_and_log_std_is_bounded():
     assert_log_std_is_clamped(agent.actor, -20.0, 2.0)
 
 
-@pytest.mark.parametrize(("algo", "chunk"), [("bc", 1), ("fql", 1), ("fql", 2), ("ifql", 1), ("dsrl", 2)])
-def test_a_trained_flow_is_loaded_and_stays(algo: str, chunk: int, small: Callable[..., Any], tmp_path: Path):
+FORMS: dict[str, dict[str, Any]] = {  # of base policies
+    "bc": {"policy": "flow", "hidden": (16, 16)}, "fql": {"hidden": (16, 16)},
+    "fql chunk": {"hidden": (16, 16), "chunk": 2}, "ifql": {"hidden": (16, 16)}, "dsrl": {"chunk": 2},
+    "dsrl diffusion": {"policy": "diffusion", "chunk": 2},
+    "bc diffusion": {"policy": "diffusion", "width": 256, "blocks": 3},
+    "expo diffusion": {"policy": "diffusion", "width": 256, "blocks": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", FORMS)
+def test_a_trained_base_policy_is_loaded_and_stays(base: str, small: Callable[..., Any], tmp_path: Path):
     """With the statistics of the observations that it learned from."""
-    trained = tmp_path / algo
-    form: dict[str, Any] = {"hidden": (16, 16), "flow_steps": 3, "normalize_obs": True}
-    form |= {"chunk": chunk} if chunk > 1 else {}
-    form |= {"policy": "flow"} if algo == "bc" else {}
-    module(algo).train(small(algo, offline_steps=30, online_steps=0, run_dir=trained, **form))
-    same_form = {"init_from": trained, "chunk": chunk, "normalize_obs": True}
+    algo, is_flow, chunk = base.split()[0], "diffusion" not in base, FORMS[base].get("chunk", 1)
+    trained, steps = tmp_path / algo, "flow_steps" if is_flow else "denoising_steps"
+    module(algo).train(
+        small(algo, offline_steps=30, online_steps=0, run_dir=trained, normalize_obs=True, **FORMS[base] | {steps: 3})
+    )
+    same_form = {"init_from": trained, "chunk": chunk, "normalize_obs": True, steps: 3}
+    same_form |= {"policy": "flow" if is_flow else "diffusion"}
     args = small("dsrl", offline_steps=0, online_steps=150, **same_form)
     with pytest.MonkeyPatch.context() as patch:  # those of another dataset
         patch.setattr(Dataset, "obs_statistics", lambda _: (np.ones(3, np.float32), np.ones(3, np.float32)))
@@ -279,26 +326,28 @@ def test_a_trained_flow_is_loaded_and_stays(algo: str, chunk: int, small: Callab
     assert same(of_base[of_flow], of_run["flow"])
     assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
     assert algo == "bc" or not same(of_base["critic"], of_run["critic"])  # BC has none
-    for changed, message in (({"chunk": 3}, "do not fit"), ({"flow_steps": 4}, "--flow-steps 3: give the same here")):
+    flag = f"--{steps.replace('_', '-')}"
+    for changed, message in (({"chunk": 3}, "do not fit"), ({steps: 4}, f"{flag} 3: give the same here")):
         other = small("dsrl", **same_form | {"run_dir": tmp_path / "other"} | changed)
         with pytest.raises(InputError, match=message):
             module("dsrl").train(other)
         assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("policy", ["gaussian", "diffusion"])
-def test_a_policy_that_is_no_flow_is_refused(policy: str, small: Callable[..., Any], tmp_path: Path):
+@pytest.mark.parametrize("policy", ["gaussian", "flow", "diffusion"])
+def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., Any], tmp_path: Path):
     """Also a run of BC that is older than --policy. The message names the flag, and no folder is made."""
-    trained = tmp_path / "bc"
+    trained, here = tmp_path / "bc", "diffusion" if policy == "flow" else "flow"
     module("bc").train(small("bc", policy=policy, offline_steps=2, online_steps=0, eval_episodes=1, run_dir=trained))
-    args = small("dsrl", init_from=trained, run_dir=tmp_path / "other")
-    with pytest.raises(InputError, match=f"with --policy {policy}: give a run with --policy flow$"):
+    args = small("dsrl", policy=here, init_from=trained, run_dir=tmp_path / "other")
+    with pytest.raises(InputError, match=f"with --policy {policy}: give the same here$"):
         module("dsrl").train(args)
     config = run_config(trained)
-    for name in ("policy", "flow_steps"):
+    for name in ("policy", "flow_steps", "denoising_steps"):
         del config["arguments"][name]
     (trained / "config.json").write_text(config_text(config))
-    older = small("dsrl", init_from=trained, flow_steps=10, normalize_obs=True, run_dir=tmp_path / "other")
+    older = small("dsrl", policy=here, init_from=trained, flow_steps=10, denoising_steps=10, normalize_obs=True,
+                  run_dir=tmp_path / "other")  # fmt: skip
     with pytest.raises(InputError, match="do not fit: give another --init-from"):
         module("dsrl").train(older)
     assert not (tmp_path / "other").exists()
