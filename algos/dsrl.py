@@ -8,6 +8,7 @@ policy stays close to what this base policy has imitated, and the base policy ne
     python algos/dsrl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql
 
 Steps before the switch imitate. With --init-from, the base policy is that of a run of bc, dsrl, expo, fql or ifql.
+DSRL-NA distils critics of noise from critics of actions. DSRL-SAC is SAC whose action is the noise.
 It was written from a description, because the authors' code has no licence. docs/dsrl.md lists the differences.
 """
 
@@ -25,6 +26,7 @@ from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
 from common.diffusion import DDIM, Denoiser, Flow, Velocity
+from common.errors import InputError
 from common.evaluate import Act
 from common.networks import Critic, TanhGaussian, frozen, mlp
 from common.normalize import FixedNormalizer
@@ -45,7 +47,7 @@ class Args(OfflineArgs):
     online_steps: NonNegativeInt = 300_000
     """Environment steps after the switch, summed over all environments."""
     retain: Literal["none", "append", "mix"] = "none"
-    """Data for online updates: online transitions alone, the dataset's as well, or a fixed share of the dataset's."""
+    """Data for online updates. none: online ones. append: the dataset's too. mix: a fixed share of the dataset's."""
     warmup_steps: NonNegativeInt = 8_000
     """With --retain none: environment steps with the unsteered base policy before the first online update."""
 
@@ -62,6 +64,8 @@ class Args(OfflineArgs):
     """With --policy diffusion: steps T from noise to an action, in training and in DDIM. The network is EXPO's."""
 
     # Learning
+    recipe: Literal["na", "sac"] = "na"
+    """How critics of noise learn. na: from critics of actions (DSRL-NA). sac: from rewards alone (DSRL-SAC)."""
     noise_scale: float = BY_DOMAIN
     """b: the actor chooses noise in [-b, b]. Tune it first."""
     hidden: tuple[int, ...] = BY_DOMAIN
@@ -82,6 +86,11 @@ class Args(OfflineArgs):
     """Target entropy H̄ for each dimension of the noise."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recipe == "sac" and (self.retain != "none" or self.chunk > 1):
+            raise InputError("--recipe sac learns from the noise of single steps: give --retain none and --chunk 1")
 
 
 # Widths and b are those of the authors, and LARGE has their advice for other tasks. The other values are ours.
@@ -120,13 +129,14 @@ class DSRL:
         net = partial(mlp, [obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, "tanh", layer_norm=True)
         self.critic = Critic(net()).to(device)
         self.target_critic = copy.deepcopy(self.critic)
-        self.noise_critic = Critic(net()).to(device)
+        if args.recipe == "na":
+            self.noise_critic = Critic(net()).to(device)
+            self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         self.flow_optimizer = Adam(self.flow.parameters(), args.actor_lr)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
-        self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
@@ -153,6 +163,14 @@ class DSRL:
         noise = policy.mode if deterministic else policy.sample(self.generator)
         return self.flow_actions(obs, self.args.noise_scale * noise)
 
+    @acting
+    def explore(self, obs: Tensor) -> Tensor:
+        """Return actions and their noise u [2, n, action_dim] for DSRL-SAC. Until it steers, b u is clipped N(0, I)."""
+        obs = self.obs_normalizer(obs)
+        noise = self.actor(obs).sample(self.generator) if self.steers else self.normal(obs) / self.args.noise_scale
+        noise = noise.clamp(-1.0, 1.0)
+        return torch.stack([self.flow_actions(obs, self.args.noise_scale * noise), noise])
+
     def eval_policy(self) -> Act:
         """Return the policy that acts now. The base policy's noise is the same in every evaluation."""
         return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
@@ -167,11 +185,12 @@ class DSRL:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the squared error of Q(s, a) from Σ γⁱ r + γʰ (min_j Q̄_j(s', G(s', b u')) - α log π(u'|s')).
 
-        Chunks that a time limit cuts do not count. The target of one that a termination cuts is exact.
+        Of chunks that an episode's end cuts, only those that terminate count. DSRL-SAC has noise u for all actions.
         """
         with torch.no_grad():
             next_noise, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_actions = self.flow_actions(batch.next_obs, self.args.noise_scale * next_noise)
+            scaled = self.args.noise_scale * next_noise
+            next_actions = self.flow_actions(batch.next_obs, scaled) if self.args.recipe == "na" else next_noise
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
@@ -189,10 +208,10 @@ class DSRL:
         return loss, {"losses/noise_critic": loss.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """Return α log π - min_j Q_w,j(s, u), and log π [batch] for α. No gradient passes through G."""
+        """Return α log π - min_j Q_w,j(s, u), and log π [batch] for α. No gradient enters G. In DSRL-SAC, Q_w is Q."""
         noise, log_prob = self.actor(batch.obs).rsample(self.generator)
-        with frozen(self.noise_critic):
-            value = self.noise_critic(batch.obs, noise).amin(0)
+        with frozen(critic := self.noise_critic if self.args.recipe == "na" else self.critic):
+            value = critic(batch.obs, noise).amin(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
@@ -216,9 +235,12 @@ class DSRL:
             alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
             self.alpha_optimizer.minimize(alpha_loss)
             self.update_target_critic()
-            noise_critic_loss, noise_critic_metrics = self.noise_critic_loss(part)
-            self.noise_critic_optimizer.minimize(noise_critic_loss)
-        return critic_metrics | actor_metrics | alpha_metrics | noise_critic_metrics
+            metrics = critic_metrics | actor_metrics | alpha_metrics
+            if self.args.recipe == "na":
+                noise_critic_loss, noise_critic_metrics = self.noise_critic_loss(part)
+                self.noise_critic_optimizer.minimize(noise_critic_loss)
+                metrics |= noise_critic_metrics
+        return metrics
 
 
 @returns_result
@@ -239,9 +261,11 @@ def train(args: Args) -> Result:
     for step in run.steps():
         # Act: without steering in the warm-up
         agent.steers = int(step > (args.warmup_steps if args.retain == "none" else 0))
-        if step > 0:
-            actions = rollout.act(policy if agent.steers else unsteered)
-            data.add(rollout.step(actions, meanwhile=update.flush))
+        if step > 0 and args.recipe == "sac":
+            actions, noise = agent.explore(rollout.obs)
+            data.add(rollout.step(actions, meanwhile=update.flush)._replace(actions=noise))
+        elif step > 0:
+            data.add(rollout.step(rollout.act(policy if agent.steers else unsteered), meanwhile=update.flush))
 
         # Learn: the base policy alone before the switch
         for _ in range(data.updates_due(step)):

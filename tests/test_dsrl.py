@@ -1,5 +1,6 @@
 """DSRL against formulas written a second time in float64, what must not change, and a problem whose answer is known."""
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,9 @@ from formulas import (
     make_batch,
     normed,
 )
+from test_export import run
 from test_fql import two_modes
+from test_resume import assert_kills_change_nothing
 
 from algos.dsrl import BASES, DSRL, PRESETS, Args
 from common.errors import InputError
@@ -29,9 +32,12 @@ from common.networks import TanhGaussian
 from common.optim import Adam
 from common.replay_buffer import Batch
 from common.run_folder import config_text, run_config
+from envs.make import make
 from envs.rollout import Rollout
 from offline.dataset import Dataset, read
 from offline.offline_to_online import with_presets
+from tools import export
+from tools.policies import load_policy
 
 SMALL = COMMON | {
     "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "warmup_steps": 60,
@@ -41,13 +47,18 @@ NETWORKS = ("flow", "actor", "critic", "target_critic", "noise_critic")
 both_bases = pytest.mark.parametrize("policy", ["flow", "diffusion"])
 
 
+def networks(agent: DSRL) -> list[str]:
+    """Those that this agent has: all, but for the critic of noise with `--recipe sac`."""
+    return [name for name in NETWORKS if hasattr(agent, name)]
+
+
 def make_agent(double: bool = True, action_dim: int = 2, **changed: Any) -> DSRL:
     given = {"dataset": str(PENDULUM), "hidden": (16, 8), "flow_hidden": (16, 8), "flow_steps": STEPS, "chunk": H}
     given |= {"denoising_steps": STEPS}
     agent = DSRL(with_presets(Args(**given | changed), PRESETS), 3, action_dim, torch.device("cpu"))
     if double:
         noise = torch.Generator().manual_seed(7)
-        for name in NETWORKS:
+        for name in networks(agent):
             network = getattr(agent, name).double()
             for parameter in network.parameters():  # no scale at 1, no shift at 0, targets unlike the critics
                 parameter.data += 0.3 * torch.randn(parameter.shape, generator=noise)
@@ -157,6 +168,75 @@ def test_actor_loss_passes_through_the_noise_critics_alone():
     assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
 
 
+def test_sac_critic_loss_equals_an_independent_formula():
+    """SAC's, with noise for actions: no action of the base policy, and no scale b, enters it."""
+    agent, batch = make_agent(gamma=0.9, chunk=1, recipe="sac"), make_batch(40)
+    obs, noise, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
+    u, log_prob = chosen(agent, next_obs, Drawn(agent.generator).normal(40, 2))
+    following = values(agent.target_critic, next_obs, u).min(0) - math.exp(-0.7) * log_prob
+    target = rewards + 0.9 * (1 - terminations) * following
+    errors = (values(agent.critic, obs, noise) - target) ** 2
+    loss = agent.critic_loss(batch)[0].item()
+    assert loss == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
+
+
+def test_sac_actor_loss_passes_through_the_critics():
+    """And its gradient moves the actor alone."""
+    agent, batch = make_agent(chunk=1, recipe="sac"), make_batch(40)
+    u, log_prob = chosen(agent, batch.obs.numpy(), Drawn(agent.generator).normal(40, 2))
+    expected = (math.exp(-0.7) * log_prob - values(agent.critic, batch.obs.numpy(), u).min(0)).mean()
+    loss, returned, _ = agent.actor_loss(batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(returned.numpy(), log_prob, rtol=1e-6, atol=1e-6)
+    others = [p for name in ("flow", "critic", "target_critic") for p in getattr(agent, name).parameters()]
+    assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
+
+
+@both_bases
+def test_sac_explores_with_noise_in_the_box(policy: str):
+    """The actions are G(s, b u): in the warm-up, b u is normal and clipped to ±b, then u is the actor's."""
+    agent = make_agent(chunk=1, recipe="sac", policy=policy)
+    obs = np.random.default_rng(0).normal(size=(400, 3))
+    drawn = Drawn(agent.generator)
+    noise = [np.clip(drawn.normal(400, 2) / B, -1, 1), chosen(agent, obs, drawn.normal(400, 2))[0]]
+    assert (np.abs(noise[0]) == 1).mean() == pytest.approx(0.1336, abs=0.03)  # 2 Φ(-1.5)
+    for agent.steers in (0, 1):
+        actions, u = agent.explore(obs)
+        np.testing.assert_allclose(u, noise[agent.steers], rtol=1e-6)
+        np.testing.assert_allclose(actions, flow_actions(agent, obs, B * u), atol=1e-5)
+
+
+@both_bases
+def test_sac_stores_the_noise_that_it_executed(policy: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    """The environment gets G(s, b u) and the buffer u, whose G(s, b u) it is. The base policy stays as it was."""
+    executed, step = list[Array](), Rollout.step
+
+    def noted(rollout: Rollout, actions: Any, **kwargs: Any) -> Any:
+        executed.extend(actions.copy())
+        return step(rollout, actions, **kwargs)
+
+    monkeypatch.setattr(Rollout, "step", noted)
+    args = small("dsrl", recipe="sac", policy=policy, num_envs=2, noise_scale=B, denoising_steps=3)
+    module("dsrl").train(args)
+    rows, state = stored(args.run_dir), final_state(args.run_dir)["agent"]
+    agent = DSRL(with_presets(args, PRESETS), 3, 1, torch.device("cpu"))
+    agent.flow.load_state_dict(state["flow"])
+    assert {"noise_critic", "noise_critic_optimizer"}.isdisjoint(state)
+    steps = [int(state[f"{name}_optimizer"]["state"][0]["step"]) for name in ("flow", "critic")]
+    assert steps == [args.offline_steps, args.online_steps - args.warmup_steps]
+    with torch.no_grad():
+        made = agent.flow_actions(rows.obs, B * rows.actions)
+    np.testing.assert_allclose(np.stack(executed), made, atol=1e-5)
+    assert (made - rows.actions).abs().mean() > 0.05
+    assert rows.actions.abs().max() <= 1.0
+
+
+@pytest.mark.parametrize("changed", [{"retain": "mix"}, {"retain": "append"}, {"chunk": 2}])
+def test_sac_refuses_what_holds_no_noise(changed: dict[str, Any]):
+    with pytest.raises(InputError, match="noise of single steps: give --retain none and --chunk 1"):
+        make_agent(recipe="sac", **{"chunk": 1} | changed)
+
+
 def test_alpha_moves_until_the_entropy_is_the_target():
     """log α falls while log π < 0, which is an entropy above H̄ = 0, and rises otherwise; in 4 dimensions."""
     agent = make_agent()
@@ -199,18 +279,21 @@ def test_the_base_policy_is_a_function_of_its_noise(policy: str):
     assert not np.array_equal(agent.act(obs), agent.act(obs))
 
 
-@both_bases
-def test_each_phase_changes_its_own_networks(policy: str):
+@pytest.mark.parametrize(("policy", "recipe"), [*itertools.product(["flow", "diffusion"], ["na", "sac"])])
+def test_each_phase_changes_its_own_networks(policy: str, recipe: str):
     """Offline the base policy alone. Online all but the base policy, on each slice."""
-    agent, batch = make_agent(double=False, batch_size=20, utd=2, policy=policy), chunks()
+    batch = make_batch(40) if recipe == "sac" else chunks()
+    form = {"policy": policy, "recipe": recipe, "chunk": 1 if recipe == "sac" else H}
+    agent = make_agent(double=False, batch_size=20, utd=2, **form)
     batch = Batch(*(None if part is None else part.float() for part in batch))
     for online, moving in ((False, {"flow"}), (True, set(NETWORKS) - {"flow"})):
-        before = {name: [p.detach().clone() for p in getattr(agent, name).parameters()] for name in NETWORKS}
+        before = {name: [p.detach().clone() for p in getattr(agent, name).parameters()] for name in networks(agent)}
         agent.update(batch, online)
         for name, old in before.items():
             now = [*getattr(agent, name).parameters()]
             assert (name not in moving) == all(torch.equal(a, b) for a, b in zip(old, now, strict=True))
-    assert [int(getattr(agent, f"{name}_optimizer").step_count) for name in ("critic", "noise_critic")] == [2, 2]
+    critics = ["critic"] if recipe == "sac" else ["critic", "noise_critic"]
+    assert [int(getattr(agent, f"{name}_optimizer").step_count) for name in critics] == [2] * len(critics)
 
 
 def test_targets_follow_after_each_step():
@@ -351,3 +434,36 @@ def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., A
     with pytest.raises(InputError, match="do not fit: give another --init-from"):
         module("dsrl").train(older)
     assert not (tmp_path / "other").exists()
+
+
+NEW_FORMS = [{"policy": "diffusion"}, {"recipe": "sac"}, {"policy": "diffusion", "recipe": "sac"}]
+
+
+@pytest.mark.parametrize("form", NEW_FORMS[:2])
+def test_kills_change_nothing(form: dict[str, Any], tmp_path: Path):
+    """Before the switch, in the warm-up and while the actor steers, in two environments."""
+    arguments = form | {"num_envs": 2, "denoising_steps": 2, "offline_steps": 60, "online_steps": 240,
+                        "warmup_steps": 60, "checkpoint_every": 20, "eval_episodes": 1}  # fmt: skip
+    places = [("update", 30), ("online step", 15), ("online step", 31), ("update", 40), ("any", 2)]
+    assert_kills_change_nothing("dsrl", arguments, places, tmp_path)
+
+
+@pytest.mark.parametrize("form", NEW_FORMS)
+def test_a_steered_policy_of_each_form_is_exported(form: dict[str, Any], small: Callable[..., Any]):
+    """As a function of the observation, which equals the agent's mode."""
+    pytest.importorskip("onnxruntime")
+    folder = module("dsrl").train(small("dsrl", total_steps=200, denoising_steps=3, eval_episodes=1, **form)).folder
+    path, obs = export.main(export.Args(str(folder))), np.random.default_rng(1).normal(size=(20, 3))
+    policy = load_policy(str(folder), make("Pendulum-v1"), 0, deterministic=True)
+    np.testing.assert_allclose(run(path, obs.astype(np.float32)), 2 * policy(obs.astype(np.float32)), atol=2e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("form", NEW_FORMS)
+def test_updates_of_each_form_are_recorded(
+    form: dict[str, Any], small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+):
+    module("dsrl").train(small("dsrl", compile=True, total_steps=200, eval_episodes=1, denoising_steps=3, **form))
+    said = capsys.readouterr().err
+    assert said.count("compiled in ") >= 2
+    assert "eager" not in said
