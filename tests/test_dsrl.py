@@ -301,14 +301,15 @@ def test_targets_follow_after_each_step():
     assert_targets_follow_each_step(agent, 0.005, lambda: agent.update(batch, True))
 
 
-def test_a_steered_flow_takes_the_better_mode():
+@pytest.mark.parametrize("recipe", ["na", "sac"])
+def test_a_steered_flow_takes_the_better_mode(recipe: str):
     """The data are at ±0.6, three quarters at -0.6. The reward is -(a - 0.6)². The flow stays as it was.
 
     A quarter of the noise, that beyond 0.67, leads to the better mode: a third of the box, of -1.1 nats.
     """
     agent = make_agent(
         double=False, action_dim=1, chunk=1, hidden=(32, 32), flow_hidden=(64, 64), batch_size=128, noise_scale=2.0,
-        critic_lr=2e-3, actor_lr=2e-3, alpha_lr=1e-2, target_entropy=-1.0,
+        critic_lr=2e-3, actor_lr=2e-3, alpha_lr=1e-2, target_entropy=-1.0, recipe=recipe,
     )  # fmt: skip
     rng = torch.Generator().manual_seed(0)
     for _ in range(600):
@@ -318,9 +319,12 @@ def test_a_steered_flow_takes_the_better_mode():
     assert 0.15 < (base > 0).mean() < 0.35
     before = [p.detach().clone() for p in agent.flow.parameters()]
     for _ in range(400):
-        actions = torch.from_numpy(unsteered(agent)(obs[:256]))
+        if recipe == "sac":
+            actions, stored_actions = map(torch.from_numpy, agent.explore(obs[:256]))
+        else:
+            actions = stored_actions = torch.from_numpy(unsteered(agent)(obs[:256]))
         ones = torch.ones(256, 3)
-        agent.update(Batch(ones, actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
+        agent.update(Batch(ones, stored_actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
     assert all(torch.equal(a, b) for a, b in zip(before, agent.flow.parameters(), strict=True))
     agent.steers = 1
     assert (agent.act(obs) > 0).mean() > 0.9
