@@ -47,7 +47,7 @@ class Args(OfflineArgs):
     online_steps: NonNegativeInt = 300_000
     """Environment steps after the switch, summed over all environments."""
     retain: Literal["none", "append", "mix"] = "none"
-    """Data for online updates. none: online ones. append: the dataset's too. mix: a fixed share of the dataset's."""
+    """Data for online updates. none: online ones. append: the dataset's too. mix: a fixed share from the dataset."""
     warmup_steps: NonNegativeInt = 8_000
     """With --retain none: environment steps with the unsteered base policy before the first online update."""
 
@@ -165,7 +165,7 @@ class DSRL:
 
     @acting
     def explore(self, obs: Tensor) -> Tensor:
-        """Return actions and their noise u [2, n, action_dim] for DSRL-SAC. Until it steers, b u is clipped N(0, I)."""
+        """Return actions and their noise u [2, n, action_dim] for DSRL-SAC. In the warm-up, b u is clipped N(0, I)."""
         obs = self.obs_normalizer(obs)
         noise = self.actor(obs).sample(self.generator) if self.steers else self.normal(obs) / self.args.noise_scale
         noise = noise.clamp(-1.0, 1.0)
