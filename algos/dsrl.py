@@ -1,22 +1,15 @@
-"""DSRL: SAC over the noise from which a frozen flow policy makes its actions.
+"""DSRL: SAC over the noise from which a frozen flow or diffusion policy makes its actions.
 
 Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space Reinforcement Learning", arXiv 2506.15799. A
-flow without randomness of its own is a function a = G(s, w) of its noise w. The actor chooses w, so the steered policy
-stays close to what the flow has imitated, and the flow never changes.
+flow, or a diffusion sampled by DDIM, is a function a = G(s, w) of its noise w. The actor chooses w, so the steered
+policy stays close to what this base policy has imitated, and the base policy never changes.
 
     python algos/dsrl.py --dataset hopper-medium-v2 --chunk 4 --gamma 0.9975
     python algos/dsrl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql
 
-Steps before the switch train the flow by imitation. With --init-from, it is that of a run of bc (--policy flow), fql,
-ifql or dsrl. The recipe is DSRL-NA: an action critic learns from what was executed, and a critic of noise is distilled
-from it. It was written from a description of the paper and of the authors' code, which has no licence.
-
-Differences from the authors' code:
-- A chunk begins at each transition. Their chunks begin only where the policy chose one.
-- γ is for a step. They discount a chunk of four by 0.99 and sum its rewards without a discount.
-- A time limit does not mask the bootstrap. A termination ends the chunk.
-- The noise critics make a step on each batch of the action critics. They make fewer, on batches of their own.
-- Evaluations use the actor's mode. They sample the actor.
+Steps before the switch imitate. With --init-from, the base policy is that of a run of bc, dsrl, expo, fql or ifql.
+DSRL-NA distils critics of noise from critics of actions. DSRL-SAC is SAC whose action is the noise.
+It was written from a description, because the authors' code has no licence. docs/dsrl.md lists the differences.
 """
 
 import common.start
@@ -24,7 +17,7 @@ import common.start
 import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +25,8 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
-from common.diffusion import Flow, Velocity
+from common.diffusion import DDIM, Denoiser, Flow, Velocity
+from common.errors import InputError
 from common.evaluate import Act
 from common.networks import Critic, TanhGaussian, frozen, mlp
 from common.normalize import FixedNormalizer
@@ -47,28 +41,31 @@ from offline.rewards import RewardTransform
 
 @dataclass
 class Args(OfflineArgs):
-    policy: ClassVar[str] = "flow"  # what bc's flag of this name must have been
-
     # From data to online
     offline_steps: NonNegativeInt = BY_DOMAIN
-    """Updates of the flow, by imitation of the dataset. With --init-from, the default is 0."""
+    """Updates of the base policy, by imitation of the dataset. With --init-from, the default is 0."""
     online_steps: NonNegativeInt = 300_000
     """Environment steps after the switch, summed over all environments."""
     retain: Literal["none", "append", "mix"] = "none"
-    """Data for online updates. none: online transitions. append: dataset and online transitions as one buffer.
-    mix: a fixed share of each batch from the dataset."""
+    """Data for online updates. none: online ones. append: the dataset's too. mix: a fixed share from the dataset."""
     warmup_steps: NonNegativeInt = 8_000
-    """With --retain none: environment steps with the unsteered flow before the first online update."""
+    """With --retain none: environment steps with the unsteered base policy before the first online update."""
 
-    # The flow
+    # The base policy
+    policy: Literal["flow", "diffusion"] = "flow"
+    """Type of the base policy. flow: flow matching with Euler steps. diffusion: sampled by DDIM, without noise."""
     chunk: int = 1
     """h: actions that the policy plans at once. They are executed open loop, without observing again."""
     flow_hidden: tuple[int, ...] = (512, 512, 512, 512)
-    """Widths of the flow's hidden layers."""
+    """With --policy flow: widths of its hidden layers."""
     flow_steps: int = 10
-    """Euler steps of the flow from noise to an action."""
+    """With --policy flow: Euler steps from noise to an action."""
+    denoising_steps: int = 10
+    """With --policy diffusion: steps T from noise to an action, in training and in DDIM. The network is EXPO's."""
 
     # Learning
+    recipe: Literal["na", "sac"] = "na"
+    """How critics of noise learn. na: from critics of actions (DSRL-NA). sac: from rewards alone (DSRL-SAC)."""
     noise_scale: float = BY_DOMAIN
     """b: the actor chooses noise in [-b, b]. Tune it first."""
     hidden: tuple[int, ...] = BY_DOMAIN
@@ -80,7 +77,7 @@ class Args(OfflineArgs):
     tau: Fraction = 0.005
     """Soft-update rate of the target critics, at each update."""
     actor_lr: float = 3e-4
-    """Learning rate of flow and actor."""
+    """Learning rate of base policy and actor."""
     critic_lr: float = 3e-4
     """Learning rate of the critics of both kinds."""
     alpha_lr: float = 3e-4
@@ -90,19 +87,21 @@ class Args(OfflineArgs):
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recipe == "sac" and (self.retain != "none" or self.chunk > 1):
+            raise InputError("--recipe sac learns from the noise of single steps: give --retain none and --chunk 1")
 
-LARGE = {"offline_steps": 500_000, "noise_scale": 1.5, "hidden": (2048,) * 3, "reward_shift": 0.0}
+
 # Widths and b are those of the authors, and LARGE has their advice for other tasks. The other values are ours.
+LARGE = {"offline_steps": 500_000, "noise_scale": 1.5, "hidden": (2048,) * 3, "reward_shift": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
-    "locomotion": LARGE,
-    "*halfcheetah-*": LARGE | {"hidden": (1024,) * 3},
-    "*hopper-*": LARGE | {"hidden": (128,) * 3},
-    "*walker2d-*": LARGE | {"noise_scale": 2.5},
-    "antmaze": LARGE | {"reward_shift": -1.0},
-}
+    "locomotion": LARGE, "antmaze": LARGE | {"reward_shift": -1.0}, "*walker2d-*": LARGE | {"noise_scale": 2.5},
+    "*halfcheetah-*": LARGE | {"hidden": (1024,) * 3}, "*hopper-*": LARGE | {"hidden": (128,) * 3},
+}  # fmt: skip
 
-# Algorithms whose flow can be steered, with the name that it has there.
-BASES: dict[str, dict[str, str]] = {"bc": {"actor": "flow"}, "fql": {}, "ifql": {}}
+# Algorithms whose base policy can be steered, with the name that it has there.
+BASES: dict[str, dict[str, str]] = {"bc": {"actor": "flow"}, "expo": {"base_average": "flow"}, "fql": {}, "ifql": {}}
 
 
 class Actor(nn.Module):
@@ -122,20 +121,22 @@ class DSRL:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
         action_dim = args.chunk * action_dim  # from here on, an action is a chunk
-        self.process = Flow(args.flow_steps)
-        self.flow = Velocity(obs_dim, action_dim, args.flow_hidden, args.flow_steps, initializer).to(device)
+        is_flow, steps = args.policy == "flow", args.denoising_steps
+        self.process = Flow(args.flow_steps) if is_flow else DDIM.variance_preserving(steps, device)
+        flow = Velocity(obs_dim, action_dim, args.flow_hidden, args.flow_steps, initializer) if is_flow else None
+        self.flow = (flow or Denoiser(obs_dim, action_dim, 256, 3, initializer)).to(device)  # EXPO's sizes
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
-        sizes = [obs_dim + action_dim, *args.hidden, 1]
-        form: dict[str, Any] = {"activation": "tanh", "layer_norm": True}
-        self.critic = Critic(mlp(sizes, initializer, args.critics, **form)).to(device)
+        net = partial(mlp, [obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, "tanh", layer_norm=True)
+        self.critic = Critic(net()).to(device)
         self.target_critic = copy.deepcopy(self.critic)
-        self.noise_critic = Critic(mlp(sizes, initializer, args.critics, **form)).to(device)
+        if args.recipe == "na":
+            self.noise_critic = Critic(net()).to(device)
+            self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
         self.flow_optimizer = Adam(self.flow.parameters(), args.actor_lr)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
-        self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
@@ -143,19 +144,17 @@ class DSRL:
 
     def normal(self, obs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw standard normal noise for each of obs: [batch, action_dim]."""
-        generator = generator or self.generator
-        return torch.randn((len(obs), self.action_dim), generator=generator, device=self.device)
+        return torch.randn((len(obs), self.action_dim), generator=generator or self.generator, device=self.device)
 
     def flow_actions(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Return G(s, w) [batch, action_dim]: the flow's actions from this noise."""
+        """Return G(s, w) [batch, action_dim]: the base policy's actions from this noise."""
         return self.process.sample(partial(self.flow, obs), noise, self.generator)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Return chunks [n, h · action_dim] for obs [n, obs_dim], from noise that π samples, or from its mode.
 
-        Before it steers, `deterministic` means the flow itself. Each call then draws the same noise unless a generator
-        is given.
+        Before it steers, `deterministic` means the base policy, whose noise is always the same without a generator.
         """
         obs = self.obs_normalizer(obs)
         if deterministic and not self.steers:
@@ -164,17 +163,20 @@ class DSRL:
         noise = policy.mode if deterministic else policy.sample(self.generator)
         return self.flow_actions(obs, self.args.noise_scale * noise)
 
+    @acting
+    def explore(self, obs: Tensor) -> Tensor:
+        """Return actions and their noise u [2, n, action_dim] for DSRL-SAC. In the warm-up, b u is clipped N(0, I)."""
+        obs = self.obs_normalizer(obs)
+        noise = self.actor(obs).sample(self.generator) if self.steers else self.normal(obs) / self.args.noise_scale
+        noise = noise.clamp(-1.0, 1.0)
+        return torch.stack([self.flow_actions(obs, self.args.noise_scale * noise), noise])
+
     def eval_policy(self) -> Act:
-        """Return the policy that acts now. The flow's noise is the same in every evaluation."""
+        """Return the policy that acts now. The base policy's noise is the same in every evaluation."""
         return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
 
-    @acting
-    def act_unsteered(self, obs: Tensor) -> Tensor:
-        """Return the flow's chunks from standard normal noise."""
-        return self.flow_actions(self.obs_normalizer(obs), self.normal(obs))
-
     def flow_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the flow's error on the batch's actions: ‖v(s, (1 - t) x + t a, t) - (a - x)‖²."""
+        """Return the mean (v(s, (1 - t) x + t a, t) - (a - x))² of a flow, or (ε(s, √ᾱ a + √(1 - ᾱ) x, t) - x)²."""
         noise = self.normal(batch.obs)
         errors = self.process.errors(partial(self.flow, batch.obs), batch.actions, noise, self.generator)
         loss = (batch.valid_actions * errors.square()).mean()
@@ -183,13 +185,13 @@ class DSRL:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the squared error of Q(s, a) from Σ γⁱ r + γʰ (min_j Q̄_j(s', G(s', b u')) - α log π(u'|s')).
 
-        Chunks that a time limit cuts do not count. The target of one that a termination cuts is exact.
+        Of chunks that an episode's end cuts, only those that terminate count. DSRL-SAC has noise u for all actions.
         """
         with torch.no_grad():
             next_noise, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_actions = self.flow_actions(batch.next_obs, self.args.noise_scale * next_noise)
-            next_value = self.target_critic(batch.next_obs, next_actions).amin(0)
-            next_value = next_value - self.log_alpha.exp() * next_log_prob
+            scaled = self.args.noise_scale * next_noise
+            next_actions = self.flow_actions(batch.next_obs, scaled) if self.args.recipe == "na" else next_noise
+            next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)
@@ -206,10 +208,10 @@ class DSRL:
         return loss, {"losses/noise_critic": loss.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
-        """Return α log π - min_j Q_w,j(s, u), and log π [batch] for α. No gradient passes through the flow."""
+        """Return α log π - min_j Q_w,j(s, u), and log π [batch] for α. No gradient enters G. In DSRL-SAC, Q_w is Q."""
         noise, log_prob = self.actor(batch.obs).rsample(self.generator)
-        with frozen(self.noise_critic):
-            value = self.noise_critic(batch.obs, noise).amin(0)
+        with frozen(critic := self.noise_critic if self.args.recipe == "na" else self.critic):
+            value = critic(batch.obs, noise).amin(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
 
@@ -219,7 +221,7 @@ class DSRL:
         return loss, {"losses/alpha": loss.detach(), "charts/alpha": self.log_alpha.detach().exp()}
 
     def update(self, batch: Batch, online: bool) -> Metrics:
-        """Offline, step the flow. Online, step all other networks on each `batch_size` of the batch in turn."""
+        """Offline, step the base policy. Online, step all other networks on each `batch_size` of the batch in turn."""
         batch = batch.map_obs(self.obs_normalizer)
         if not online:
             flow_loss, metrics = self.flow_loss(batch)
@@ -233,36 +235,39 @@ class DSRL:
             alpha_loss, alpha_metrics = self.alpha_loss(log_prob)
             self.alpha_optimizer.minimize(alpha_loss)
             self.update_target_critic()
-            noise_critic_loss, noise_critic_metrics = self.noise_critic_loss(part)
-            self.noise_critic_optimizer.minimize(noise_critic_loss)
-        return critic_metrics | actor_metrics | alpha_metrics | noise_critic_metrics
+            metrics = critic_metrics | actor_metrics | alpha_metrics
+            if self.args.recipe == "na":
+                noise_critic_loss, noise_critic_metrics = self.noise_critic_loss(part)
+                self.noise_critic_optimizer.minimize(noise_critic_loss)
+                metrics |= noise_critic_metrics
+        return metrics
 
 
 @returns_result
 def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("dsrl", args)
-    data = OfflineToOnline(
-        args, run, RewardTransform(shift=args.reward_shift), windows=(args.chunk, args.gamma),
-        online_batch=args.utd * args.batch_size,
-    )  # fmt: skip
+    rewards, size = RewardTransform(shift=args.reward_shift), args.utd * args.batch_size
+    data = OfflineToOnline(args, run, rewards, online_batch=size, windows=(args.chunk, args.gamma))
     rollout = data.rollout()
     agent = DSRL(args, rollout.obs_dim, rollout.action_dim, run.device)
     data.dataset.fit(agent.obs_normalizer)
-    policy = run.policy(agent)
+    policy, unsteered = run.policy(agent), partial(agent.act, deterministic=True, generator=agent.generator)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
-    data.load_pretrained(agent, BASES, only=("flow", "obs_normalizer"), must_match=("policy", "flow_steps"))
+    form = ("policy", "flow_steps" if args.policy == "flow" else "denoising_steps")
+    data.load_pretrained(agent, BASES, only=("flow", "obs_normalizer"), must_match=form)
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():
-        warming_up = args.retain == "none" and step <= args.warmup_steps
-        # Act
-        agent.steers = int(step > 0 and not warming_up)
-        if step > 0:
-            actions = rollout.act(policy if agent.steers else agent.act_unsteered)
-            data.add(rollout.step(actions, meanwhile=update.flush))
+        # Act: without steering in the warm-up
+        agent.steers = int(step > (args.warmup_steps if args.retain == "none" else 0))
+        if step > 0 and args.recipe == "sac":
+            actions, noise = agent.explore(rollout.obs)
+            data.add(rollout.step(actions, meanwhile=update.flush)._replace(actions=noise))
+        elif step > 0:
+            data.add(rollout.step(rollout.act(policy if agent.steers else unsteered), meanwhile=update.flush))
 
-        # Learn: the flow alone before the switch
+        # Learn: the base policy alone before the switch
         for _ in range(data.updates_due(step)):
             update(online=step > 0)
 

@@ -7,6 +7,7 @@ et al. 2025 (arXiv 2502.02538), for a flow.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +109,7 @@ class Diffusion:
     alpha_bars: Tensor
 
     @classmethod
-    def variance_preserving(cls, steps: int, device: torch.device) -> "Diffusion":
+    def variance_preserving(cls, steps: int, device: torch.device) -> Self:
         """Return the process with T = `steps`, its tensors on `device`."""
         t = torch.arange(1, steps + 1, dtype=torch.float64)
         betas = 1.0 - torch.exp(-0.1 / steps - 0.5 * (10.0 - 0.1) * (2.0 * t - 1.0) / steps**2)
@@ -130,6 +131,25 @@ class Diffusion:
         t = torch.randint(len(self.betas), (len(actions),), generator=generator, device=actions.device)
         alpha_bar = self.alpha_bars[t].unsqueeze(-1)
         return network(alpha_bar.sqrt() * actions + (1.0 - alpha_bar).sqrt() * noise, t.float()) - noise
+
+
+class DDIM(Diffusion):
+    """The same diffusion with another sampler, which makes actions a function of the first noise, as a flow does.
+
+    Source: Song, Meng and Ermon 2021 (arXiv 2010.02502), equation 12 with η = 0. Networks are trained as before. Each
+    step clips its estimate of the actions, and not x, which may be any noise.
+    """
+
+    def sample(self, network: Network, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Turn noise `x` into actions in [-1, 1] without further noise. `generator` is not used."""
+        for k in reversed(range(len(self.betas))):
+            noise = network(x, torch.full((), float(k), device=x.device))
+            alpha_bar = self.alpha_bars[k]
+            actions = ((x - (1.0 - alpha_bar).sqrt() * noise) / alpha_bar.sqrt()).clamp(-1.0, 1.0)
+            if k > 0:
+                noise = (x - alpha_bar.sqrt() * actions) / (1.0 - alpha_bar).sqrt()  # that of the clipped estimate
+                x = self.alpha_bars[k - 1].sqrt() * actions + (1.0 - self.alpha_bars[k - 1]).sqrt() * noise
+        return actions
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from formulas import Array, joined
 
-from common.diffusion import Denoiser, Diffusion, Flow, Velocity
+from common.diffusion import DDIM, Denoiser, Diffusion, Flow, Velocity
 
 CPU = torch.device("cpu")
 MEAN, DEVIATION = 0.25, 0.1  # of Gaussian data, for which the best network is known
@@ -118,7 +118,73 @@ def test_euler_steps_of_the_flow() -> None:
     torch.testing.assert_close(got, (scale * noise + shift).clamp(-1, 1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("process", [Diffusion.variance_preserving(10, CPU), Flow(10)], ids=["diffusion", "flow"])
+@pytest.mark.parametrize("steps", [1, 5, 10])
+def test_ddim_maps_noise_by_the_closed_form_for_gaussian_data(steps: int) -> None:
+    """With the best network, each step scales the distance from the mean √ᾱ m, and so does the whole."""
+    process, rng = DDIM.variance_preserving(steps, CPU), torch.Generator().manual_seed(0)
+    bars = [1.0, *process.alpha_bars.double().tolist()]
+    scale = 1.0
+    for after, bar in itertools.pairwise(bars):
+        covariance = math.sqrt(after * bar) * DEVIATION**2 + math.sqrt((1 - after) * (1 - bar))
+        scale *= covariance / (bar * DEVIATION**2 + 1 - bar)
+    noise = torch.randn(1_000, 1, generator=rng)
+    got = process.sample(BestNoise(process.alpha_bars), noise, rng)
+    torch.testing.assert_close(got, MEAN + scale * (noise - math.sqrt(bars[-1]) * MEAN), rtol=0, atol=2e-5)
+    assert got.std() > 5e-4
+
+
+def test_ddim_has_the_marginal_of_the_ancestral_sampler() -> None:
+    """That of the data, with many steps. With few steps, both are narrower, and DDIM is more so."""
+    spreads = {}
+    for steps, kind in itertools.product((10, 400), (DDIM, Diffusion)):
+        process, rng = kind.variance_preserving(steps, CPU), torch.Generator().manual_seed(0)
+        got = process.sample(BestNoise(process.alpha_bars), torch.randn(20_000, 1, generator=rng), rng)
+        assert got.mean().item() == pytest.approx(MEAN, abs=0.005)
+        spreads[kind, steps] = got.std().item()
+    assert spreads[DDIM, 400] == pytest.approx(DEVIATION, rel=0.04)
+    assert spreads[Diffusion, 400] == pytest.approx(DEVIATION, rel=0.02)
+    assert spreads[DDIM, 10] < spreads[Diffusion, 10] < DEVIATION
+
+
+def test_ddim_is_a_function_of_its_noise() -> None:
+    """It draws nothing, and other noise gives other actions. Data of one action are reached from any noise."""
+    process, rng = DDIM.variance_preserving(5, CPU), torch.Generator().manual_seed(0)
+    noise, before = torch.randn(50, 2, generator=rng), rng.get_state()
+    first, again = (process.sample(BestNoise(process.alpha_bars), noise, rng) for _ in range(2))
+    assert torch.equal(first, again)
+    assert len(first.flatten().unique()) == 100
+    assert torch.equal(rng.get_state(), before)
+
+    def of_one_action(noisy: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        bar = process.alpha_bars[time.long()]
+        return (noisy - bar.sqrt() * MEAN) / (1 - bar).sqrt()
+
+    torch.testing.assert_close(process.sample(of_one_action, 3 * noise, rng), torch.full_like(noise, MEAN))
+
+
+def test_ddim_clips_its_estimates_and_not_the_noise() -> None:
+    """A second formula, in y = x / √ᾱ, whose noise has the scale s: y' = a + (y - a) s' / s, a clipped."""
+    process, rng = DDIM.variance_preserving(6, CPU), torch.Generator().manual_seed(0)
+    noise = 2 * torch.randn(500, 2, generator=rng)
+    got = process.sample(lambda noisy, time: 0.8 * noisy + 0.3 * torch.sin(5 * noisy + time), noise, rng)
+    bars = process.alpha_bars.double().numpy()
+    scales = np.sqrt((1 - bars) / bars)
+    y, clipped = noise.double().numpy() / np.sqrt(bars[-1]), 0
+    for k in reversed(range(6)):
+        noisy = y * np.sqrt(bars[k])
+        estimate = y - scales[k] * (0.8 * noisy + 0.3 * np.sin(5 * noisy + k))
+        actions = estimate.clip(-1, 1)
+        clipped += (actions != estimate).any() * (k > 0)
+        y = actions + (y - actions) * (scales[k - 1] / scales[k] if k else 0.0)
+    assert clipped == 5
+    np.testing.assert_allclose(got.numpy(), y, atol=1e-4)
+    assert 0.1 < np.mean(np.abs(y) < 1) < 0.99
+
+
+PROCESSES = [Diffusion.variance_preserving(10, CPU), DDIM.variance_preserving(10, CPU), Flow(10)]
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=["diffusion", "ddim", "flow"])
 def test_samples_stay_in_bounds(process: Diffusion | Flow) -> None:
     """Whatever the network makes of them."""
     rng = torch.Generator().manual_seed(0)
