@@ -12,7 +12,7 @@ Choices that differ from the paper:
 - A truncated episode bootstraps from its final observation, as everywhere here. The paper counts it as terminated, and
   gives the agent the time as an input, which is then not needed.
 - Several environments take turns: each has traces of its own, and all change the same networks.
-- Normalised observations and rewards are clipped to ±10.
+- Each unit keeps one weight at least, also with few observations. Normalised values are clipped to ±10.
 """
 
 import common.start
@@ -68,7 +68,7 @@ class Network(nn.Module):
         self.net = mlp(sizes, generator)
         self.layers = [layer for layer in self.net if isinstance(layer, nn.Linear)]
         for layer in self.layers:
-            zeros = int(np.ceil(sparsity * layer.in_features))
+            zeros = min(int(np.ceil(sparsity * layer.in_features)), layer.in_features - 1)
             order = torch.rand(layer.weight.shape, generator=generator).argsort(1).argsort(1)
             with torch.no_grad():
                 layer.weight.mul_(order >= zeros)

@@ -141,11 +141,15 @@ def that_start_from_runs() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("command", "before"), that_start_from_runs())
 def test_a_training_of_the_docs_that_starts_from_a_run_runs(command: str, before: str, tmp_path: Path):
-    """After a short form of the run that it starts from."""
-    _, program, *flags = shlex.split(before)
-    imported(ROOT / program).train(dataclasses.replace(in_short(program, flags, tmp_path / "first"), online_steps=0))
+    """After a short form of the run that it starts from, whose sizes are those that the training has too."""
     _, program, *flags = shlex.split(command)
     args = dataclasses.replace(in_short(program, flags, tmp_path / "second"), init_from=tmp_path / "first")
+    _, first, *flags = shlex.split(before)
+    base = in_short(first, flags, tmp_path / "first")
+    fixed = {f.name: f.default for f in dataclasses.fields(base) if f.name in ("width", "blocks")}
+    sizes = {name: getattr(args, name, default) for name, default in fixed.items()}
+    steps = {name: getattr(args, name) for name in ("denoising_steps",) if hasattr(base, name) and hasattr(args, name)}
+    imported(ROOT / first).train(dataclasses.replace(base, online_steps=0, **sizes | steps))
     assert len(imported(ROOT / program).train(args).episodes) == args.eval_episodes
 
 

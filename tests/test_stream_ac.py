@@ -124,7 +124,12 @@ def test_traces_end_with_their_episode_and_others_stay():
 
 @pytest.mark.parametrize(("sparsity", "zeros"), [(0.9, (27, 116, 116)), (0.5, (15, 64, 64)), (0.0, (0, 0, 0))])
 def test_weights_start_sparse_in_every_unit(sparsity: float, zeros: tuple[int, ...]):
-    """The number of zeros is rounded up, each unit has its own, and the others are within ±1 / √inputs."""
+    """The number of zeros is rounded up, each unit has its own, and the others are within ±1 / √inputs.
+
+    With few inputs, each unit keeps one.
+    """
+    few = Network([3, 8, 1], sparsity, generator(0, "networks")).layers[0].weight
+    assert ((few != 0).sum(1) == max(1, 3 - math.ceil(3 * sparsity))).all()
     network = Network([30, 128, 128, 4], sparsity, generator(0, "networks"))
     for layer, expected in zip(network.layers, zeros, strict=True):
         empty = layer.weight == 0
