@@ -29,6 +29,7 @@ from common.run_folder import (
     EVALUATIONS,
     POLICY_FOLDER,
     TRAINED_SCHEMA,
+    Curve,
     mean_by_step,
     read_evaluations,
     require_trained,
@@ -110,6 +111,20 @@ class KeptPolicies:
         elif (self._folder / f"last{SUFFIX}").exists():  # which is written after the first best one
             raise InputError(f"{self._best_path} is missing: {checkpoint.RESTORE_OR_RESTART}")
 
+    def require_best(self) -> None:
+        """Raise InputError if the best policy is that of another evaluation than the best in evaluations.csv.
+
+        It may be a better one: of an evaluation after the checkpoint, which the run repeats.
+        """
+        if (means := self._means()) and self._best_path.exists():
+            facts, best = read_policy(self._best_path).facts, max(means, key=lambda step: (means[step], -step))
+            if facts["return"] <= means[best] and (facts["return"], facts["step"]) != (means[best], best):
+                where = f"{self._best_path} is the policy of step {facts['step']:,}, and the best is of step {best:,}"
+                raise InputError(f"{where}: {checkpoint.RESTORE_OR_RESTART}")
+
+    def _means(self) -> Curve:
+        return mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
+
     def keep(self, agent: Agent, policy: Act, obs: NDArray[Any], returns: list[float], step: int) -> None:
         """Write the policy after its evaluation at `step`, which evaluations.csv has already. obs: [n, obs_dim].
 
@@ -118,9 +133,8 @@ class KeptPolicies:
         names = names_for_acting(agent, policy, obs)  # they may change during a run: DSRL's do when it begins to steer
         mean = statistics.mean(returns)
         if self._best is None:
-            before = mean_by_step(read_evaluations(self._evaluations), lambda row: float(row["return"]))
             has_file = self._best_path.exists()
-            self._best = max((m for at, m in before.items() if at != step and has_file), default=-math.inf)
+            self._best = max((m for at, m in self._means().items() if at != step and has_file), default=-math.inf)
         facts = self._facts | {"obs_dim": obs.shape[1], "step": step, "return": mean}
         self._folder.mkdir(exist_ok=True)
         for name in ["best", "last"] if mean > self._best else ["last"]:

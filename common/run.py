@@ -189,6 +189,7 @@ class Run:
             self._write_config(self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)})
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
+        self._policies.require_best()
         self.logger.score = self.score
         self.launch.notify, self.launch.busy = self._note_form, self.logger.progress.busy
         self._previous_step = self.step
@@ -305,8 +306,7 @@ class Run:
         self.logger.log_evaluation(episodes)
         if episodes:
             self._own_folder.require()
-            returns = [episode.return_ for episode in episodes]
-            self._policies.keep(self._agent, policy, self._rollout.obs, returns, self.step)
+            self._policies.keep(self._agent, policy, self._rollout.obs, [e.return_ for e in episodes], self.step)
 
     def _save(self) -> None:
         """Write the replay rows, then the state to a second file, which replaces the last checkpoint by renaming.

@@ -124,6 +124,25 @@ def test_a_damaged_best_policy_is_named_before_a_run_resumes(small: Callable[...
     assert (folder / "metrics.csv").read_bytes() == logs
 
 
+def test_another_policy_in_the_place_of_the_best_is_refused(small: Callable[..., Any], tmp_path: Path) -> None:
+    """Also a whole one, with its own checksum; the best of a later evaluation, which a kill leaves, is accepted."""
+    args = small(total_steps=400, eval_every=100)
+    policies = module("sac").train(args).folder / "policy"
+    kept = tmp_path / "kept.safetensors"
+    (policies / "best.safetensors").rename(kept)
+    best = read_policy(kept)
+    facts = read_policy(policies / "last.safetensors").facts
+    assert facts["return"] < best.facts["return"]  # else they are one policy
+    longer = dataclasses.replace(args, total_steps=500)
+    for wrong in (facts, best.facts | {"step": 1}):
+        save_file(best.tensors, policies / "best.safetensors", {"onramp": json.dumps(wrong)})
+        with pytest.raises(InputError, match=rf"of step {wrong['step']}, and the best is of step .*\n?.*--run-dir"):
+            module("sac").train(longer)
+    better = best.facts | {"return": best.facts["return"] + 1, "step": 500}
+    save_file(best.tensors, policies / "best.safetensors", {"onramp": json.dumps(better)})
+    assert module("sac").train(longer).step == 500
+
+
 def test_an_end_between_the_two_files_is_resumed(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first evaluation, whose last policy is written after the best one."""
     args = small(total_steps=100, eval_every=50, checkpoint_every=20)
