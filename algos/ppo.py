@@ -14,14 +14,18 @@ Choices where public versions differ (docs/ppo.md lists CleanRL's as flags):
   (`--treat-truncation-as-termination`).
 - The statistics of observations change between iterations only, so the policy that learns is the one that acted.
 - Actions are stored as they were drawn, and clipped to [-1, 1] only for the environment.
+
+`--loss mdpo` is the loss of Mirror Descent Policy Optimization (Tomar et al. 2022, arXiv 2005.09814): instead of
+clipping the ratio, it keeps the new policy near the old one by their KL divergence.
 """
 
 import common.start
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +87,8 @@ class Args(OnlineArgs):
     """Discount factor."""
     gae_lambda: UnitInterval = 0.95
     """λ of the advantage estimate."""
+    loss: Literal["clip", "mdpo"] = "clip"
+    """Loss of the policy: with a clipped ratio, or with the KL divergence from the old policy (MDPO)."""
     clip: float = 0.2
     """ε: the ratio of new to old probability is clipped to 1 ± ε."""
     value_clip: bool = False
@@ -142,6 +148,12 @@ class Actor(nn.Module):
         """Return the entropy, which is the same in every state."""
         return (self.log_std + HALF_LOG_2PI + 0.5).sum()
 
+    def kl(self, other: "Actor", obs: Tensor) -> Tensor:
+        """Return KL(π(·|s) ‖ other(·|s)): [batch]."""
+        ratio = torch.exp(self.log_std - other.log_std)
+        distance = (self.net(obs) - other.net(obs)) * torch.exp(-other.log_std)
+        return 0.5 * (ratio.square() + distance.square() - 1.0).sum(-1) - ratio.log().sum()
+
 
 class Critic(nn.Module):
     """V(s): map obs [batch, obs_dim] to [batch]."""
@@ -165,6 +177,8 @@ class PPO:
         self.obs_normalizer = RunningNormalizer(obs_dim).to(device)
         self.reward_scaler = RewardScaler(args.num_envs, args.gamma).to(device)
         self.return_normalizer = RunningNormalizer(1).to(device) if args.return_scaling else None
+        self.old_actor = deepcopy(self.actor).requires_grad_(False) if args.loss == "mdpo" else None
+        self.step_size = torch.ones((), device=device) if args.loss == "mdpo" else None  # t_k of MDPO
         self.args, self.device = args, device
 
     @acting
@@ -177,11 +191,13 @@ class PPO:
         return mean + self.actor.log_std.exp() * noise
 
     def policy_loss(self, batch: Minibatch) -> Tensor:
-        """Return minus the clipped surrogate objective (eq. 7)."""
+        """Return minus the clipped surrogate objective (eq. 7), or that of MDPO with the penalty KL(π ‖ π_old) / t."""
         ratio = (self.actor.log_prob(batch.obs, batch.actions) - batch.log_probs).exp()
         advantages = batch.advantages
         if self.args.normalize_advantages:
             advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+        if self.old_actor and self.step_size is not None:
+            return (self.actor.kl(self.old_actor, batch.obs) / self.step_size - ratio * advantages).mean()
         clipped = ratio.clamp(1.0 - self.args.clip, 1.0 + self.args.clip)
         return -torch.min(ratio * advantages, clipped * advantages).mean()
 
@@ -204,9 +220,11 @@ class PPO:
         return metrics | {"losses/gradient_norm": self.optimizer.gradient_norm}
 
     def decay(self, step: int) -> None:
-        """Set the learning rate of the iteration that starts at `step`. It decays linearly to 0."""
+        """Set the learning rate, and MDPO's t, of the iteration that starts at `step`. They decay linearly."""
         passed = step / (self.args.decay_steps or self.args.total_steps)
         self.optimizer.lr = self.args.learning_rate * max(0.0, 1.0 - passed)
+        if self.step_size is not None:  # MDPO's falls to 0 too, where its inverse has no limit
+            self.step_size.fill_(max(0.01, 1.0 - step / self.args.total_steps))
 
     def update(self, rollout: Transitions, step: Callable[..., Metrics] | None = None) -> Metrics:
         """Run all epochs of minibatch steps on an iteration's transitions, [steps, num_envs, ...] (algorithm 1).
@@ -224,6 +242,8 @@ class PPO:
         actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
         with torch.no_grad():
             log_probs = self.actor.log_prob(obs, actions)
+        if self.old_actor:
+            self.old_actor.load_state_dict(self.actor.state_dict())
         terminations = dones if args.treat_truncation_as_termination else rollout.terminations
         metrics: Metrics = {}
         norms = []

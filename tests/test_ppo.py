@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import COMMON, module
 from numpy.typing import NDArray
+from test_resume import assert_kills_change_nothing
 
 from algos import ppo
 from algos.ppo import PPO, Args, Minibatch, generalized_advantages
@@ -111,6 +112,67 @@ def test_policy_loss_equals_an_independent_formula(normalize_advantages: bool):
     assert loss.item() == pytest.approx(-np.mean(each), rel=1e-5)
     bound = ((ratio < 0.8) & (advantages < 0)) | ((ratio > 1.2) & (advantages > 0))
     assert 0.1 < bound.mean() < 0.9
+
+
+def make_mdpo(**changed: Any) -> PPO:
+    """With an old policy that differs from the present one."""
+    agent = make_agent(loss="mdpo", **changed)
+    agent.old_actor.double().load_state_dict(agent.actor.state_dict())
+    with torch.no_grad():
+        agent.actor.log_std += torch.tensor([0.3, -0.2])
+        agent.actor.net[-1].bias += 0.4
+    return agent
+
+
+def test_mdpo_s_loss_equals_an_independent_formula():
+    """minus E[ρ Â] plus KL(new ‖ old) / t, which is not KL(old ‖ new)."""
+    agent, batch = make_mdpo(), make_batch()
+    agent.decay(step=300)  # of 400
+    obs, _, old, _, advantages, _ = (part.numpy() for part in batch)
+    new_mean, old_mean = (forward(actor.net, obs) for actor in (agent.actor, agent.old_actor))
+    new_std, old_std = (np.exp(actor.log_std.detach().numpy()) for actor in (agent.actor, agent.old_actor))
+    normal = torch.distributions.Normal
+    new, before = (normal(*map(torch.as_tensor, two)) for two in ((new_mean, new_std), (old_mean, old_std)))
+    kl, reverse = (torch.distributions.kl_divergence(*two).sum(-1).numpy() for two in ((new, before), (before, new)))
+    ratio = np.exp(new.log_prob(batch.actions).sum(-1).numpy() - old)
+    assert agent.policy_loss(batch).item() == pytest.approx((kl / 0.25 - ratio * advantages).mean(), rel=1e-5)
+    assert abs(kl.mean() - reverse.mean()) > 0.01
+
+
+def test_mdpo_s_divergence_integrates_the_log_ratio():
+    """By samples of the new policy: the mean of log π - log π_old is the divergence, state by state."""
+    agent, obs = make_mdpo(), make_batch(4).obs
+    noise = torch.randn(200_000, 4, 2, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        actions = agent.actor.net(obs) + agent.actor.log_std.exp() * noise
+        ratios = agent.actor.log_prob(obs, actions) - agent.old_actor.log_prob(obs, actions)
+        np.testing.assert_allclose(ratios.mean(0), agent.actor.kl(agent.old_actor, obs), atol=0.01)
+
+
+def test_mdpo_s_step_size_falls_linearly_to_a_hundredth():
+    agent = make_mdpo()
+    for step, t in ((0, 1.0), (200, 0.5), (399, 0.01), (400, 0.01)):
+        agent.decay(step)
+        assert agent.step_size.item() == pytest.approx(t)
+
+
+def test_mdpo_s_old_policy_is_the_one_that_acted(small):
+    """It is copied once for an iteration, and stays while the policy learns."""
+    agent = module("ppo").PPO(small("ppo", loss="mdpo", learning_rate=0.01), 3, 1, torch.device("cpu"))
+    steps = np.random.default_rng(0).normal(size=(20, 1, 3)).astype(np.float32)
+    ends = np.zeros((20, 1), bool)
+    rollout = Transitions(steps, agent.act(steps[:, 0])[:, None], ends.astype(np.float32) + 1, steps, ends, ends)
+    for _ in range(2):
+        acted = deepcopy(agent.actor.state_dict())
+        agent.update(rollout)
+        assert all(torch.equal(value, acted[name]) for name, value in agent.old_actor.state_dict().items())
+        assert not torch.equal(agent.actor.net[0].weight, acted["net.0.weight"])
+
+
+def test_mdpo_resumes_exactly_and_clipping_has_no_state_of_it(tmp_path: Path):
+    places = [("step", 70), ("update", 30), ("save", 2)]
+    assert_kills_change_nothing("ppo", {"loss": "mdpo", "num_envs": 2}, places, tmp_path)
+    assert not {"old_actor", "step_size"} & state_of(make_agent()).keys()
 
 
 @pytest.mark.parametrize("value_clip", [True, False])
