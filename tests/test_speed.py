@@ -41,6 +41,7 @@ from bench.speed.speed import ALGORITHMS, Args, commands, environment, has_losse
 from bench.speed.step_counter import COUNTER_FILE, counted, read_steps
 from bench.speed.wsrl_loop import Loop
 from bench.sweep import packing
+from common.command_line import parse
 from common.cuda import GPU_SHARE_ENV
 from common.logger import Logger
 from common.provenance import commit
@@ -420,6 +421,20 @@ def test_all_get_the_same_environment_and_number_of_it(tmp_path: Path) -> None:
     assert all(counted("Hopper-v4") in line for line in lines.values())
     assert lines["ours"][-4:] == ["--num-envs", "3", "--device", "cpu"]
     assert lines["sb3"][4] == lines["sbx"][4] == "3"
+
+
+def test_what_came_after_sac_gets_its_environment_and_flags_that_it_takes(tmp_path: Path) -> None:
+    """Each in a folder of its own; only DroQ and REDQ make more than one update for each step."""
+    lines = commands(Args(algo="after-sac", env="Hopper-v4"), tmp_path)
+    assert len(lines) == 10
+    folders = set()
+    for line in lines.values():
+        _, file, *words = line
+        args = parse(module(Path(file).stem).Args, words)
+        folders.add(args.run_dir)
+        assert args.env == counted("Hopper-v4")
+        assert getattr(args, "utd", 1) == (20 if args.run_dir.name in ("run-droq", "run-redq") else 1)
+    assert len(folders) == 10
 
 
 def test_the_loop_gets_our_environment_and_does_our_products(tmp_path: Path) -> None:

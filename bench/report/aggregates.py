@@ -19,7 +19,7 @@ from bench.report.intervals import (
     interquartile_mean,
     profile,
 )
-from bench.report.tables import Table, spread
+from bench.report.tables import Table, spelled, spread
 from common.run_folder import Curve
 
 STEPS = (100_000, 300_000, 1_000_000)
@@ -73,12 +73,12 @@ def online_aggregates() -> Table:
         for step in STEPS:
             ours, theirs = (runs.get(algo, {}) for runs in online_runs(step))
             if not ours:
-                table.rows.append([algo.upper(), f"{step:,}", "not run", "", "", ""])
+                table.rows.append([spelled(algo), f"{step:,}", "not run", "", "", ""])
                 continue
             cells = [estimate(interquartile_mean, list(runs.values())).text(2) for runs in (ours, theirs)]
             seeds = f"{len(ours)}: {' + '.join(str(len(values)) for values in ours.values())}"
             better = "only means were published" if algo in only_means() else compared(ours, theirs)[1]
-            table.rows.append([algo.upper(), f"{step:,}", *cells, better, seeds])
+            table.rows.append([spelled(algo), f"{step:,}", *cells, better, seeds])
     return table
 
 
@@ -121,7 +121,16 @@ def learning_table() -> Table:
         for step in STEPS:
             known = spread_at(theirs[algo, env], step) if theirs[algo, env] else ""
             row = spread_at(seeds, step), interquartile(seeds, step), known
-            table.rows.append([f"{algo.upper()}, {env}", f"{step:,}", *row])
+            table.rows.append([f"{spelled(algo)}, {env}", f"{step:,}", *row])
+    return table
+
+
+def returns_table(algo: str) -> Table:
+    """Return our returns of one algorithm: a row for each environment, a column for each of STEPS."""
+    table = Table(("", *(f"{step:,}" for step in STEPS)))
+    for (name, env), seeds in online().items():
+        if name == algo:
+            table.rows.append([env, *(spread_at(seeds, step) for step in STEPS)])
     return table
 
 

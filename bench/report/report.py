@@ -24,7 +24,7 @@ from scipy import stats
 
 from bench.pages.code_links import with_links
 from bench.pages.runs_page import own_runs, runs_page
-from bench.report.aggregates import learning_table, settings_table, spread_at
+from bench.report.aggregates import learning_table, returns_table, settings_table, spread_at
 from bench.report.curves import online, published, successes
 from bench.report.figures import learning_figure, overview_figure, png
 from bench.report.offline_report import (
@@ -39,8 +39,9 @@ from bench.report.offline_report import (
     wsrl_table,
 )
 from bench.report.page import whole_page
-from bench.report.tables import Table, spread
+from bench.report.tables import Table, spelled, spread
 from bench.speed.interleaved_timing import read_rounds
+from bench.sweep.scaling import bests_table, laws_table, predictions_table, read
 from common.command_line import command_line
 from common.messages import print_result
 from common.policy_file import SUFFIX, read_policy
@@ -50,6 +51,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 PEERS = {"sb3": "SB3", "sbx": "SBX", "d3rlpy": "d3rlpy", "loop": "a plain loop"}
 HEADLINE = ("HalfCheetah-v4", 300_000)  # the task of the README's table, and the number of steps
+SCALING = RESULTS / "scaling" / "Pendulum-v1.csv"
+SCALING_RETURNS, HELD_OUT = (-400.0, -300.0, -200.0), 8  # of docs/scaling.md
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,19 @@ def speed_beside(peer: str) -> Table:
     return table
 
 
+def after_sac_table() -> Table:
+    """Return environment steps per second of SAC and of what came after it, and the ratio of a step's time to SAC's."""
+    table = Table(("", "measured on", "steps/s", "a step, in ms", "step / SAC's (range)"))
+    for path in sorted((RESULTS / "speed").glob("after-sac-*.csv")):
+        facts, rates = read_rounds(path)
+        ratios = rates.rdiv(rates["ours"], axis=0)
+        for name, rate in rates.median().sort_values(ascending=False).items():
+            ratio = f"{ratios[name].median():.2f} ({ratios[name].min():.2f} to {ratios[name].max():.2f})"
+            cells = f"{rate:,.1f}", f"{1e3 / rate:,.2f}", "" if name == "ours" else ratio
+            table.rows.append(["SAC" if name == "ours" else f"`{name}`", measured(facts), *cells])
+    return table
+
+
 def datasets_table() -> Table:
     """Return the contents of each dataset that was made here."""
     heads = "", "transitions", "episodes, terminated", "return: mean, min to max", "score", "TQ", "SACo"
@@ -122,20 +138,19 @@ def algorithms_table() -> Table:
     ran = {json.loads(config.read_text())["algo"] for config in RESULTS.rglob(CONFIG)}
     for path in sorted((ROOT / "algos").glob("*.py")):
         text = path.read_text()
-        if not (title := ast.get_docstring(ast.parse(text))):
+        if not ast.get_docstring(ast.parse(text)):
             continue
-        name, paper = path.stem, re.search(r"arXiv (\d+\.\d+)", title)
+        name, paper = path.stem, re.search(r"arXiv\s(\d+\.\d+)", text)
         seeds, theirs = (runs.get((name, HEADLINE[0]), {}) for runs in (online(), published()))
         results = f"[on our own datasets](docs/{'offline.md' if name in ALGORITHMS else f'{name}.md#results'})"
         returns = results if name in ran else "not run"
         if seeds:
-            returns = f"{spread_at(seeds, HEADLINE[1])}; published {spread_at(theirs, HEADLINE[1])}"
-        heading = (ROOT / "docs" / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
-        label = heading if re.sub(r"[+-]", "_", heading.lower()) == name else name.upper()
+            known = f"; published {spread_at(theirs, HEADLINE[1])}" if theirs else ""
+            returns = f"{spread_at(seeds, HEADLINE[1])}{known}"
         data = "offline to online" if "OfflineArgs" in text else "online"
         table.rows.append(
             [
-                f"[{label}](docs/{name}.md)",
+                f"[{spelled(name)}](docs/{name}.md)",
                 f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "",
                 f"[`algos/{name}.py`](algos/{name}.py), {len(text.splitlines())}",
                 data,
@@ -201,7 +216,7 @@ def products_table() -> Table:
         difference = statistics.mean(means[1]) - statistics.mean(means[0])
         cells = [", ".join(f"{mean:,.0f}" for mean in each) for each in means]
         table.rows.append(
-            [f"{algo.upper()}, {env}", *cells, f"{difference:,.0f} ({welch.low:,.0f} to {welch.high:,.0f})"]
+            [f"{spelled(algo)}, {env}", *cells, f"{difference:,.0f} ({welch.low:,.0f} to {welch.high:,.0f})"]
         )
     return table
 
@@ -217,6 +232,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "speed": speed_table,
         "offline speed": partial(speed_beside, "d3rlpy"),
         "loop speed": partial(speed_beside, "loop"),
+        "after sac": after_sac_table,
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
@@ -224,8 +240,14 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "docs/ppo.md": {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },
+    "docs/stream_ac.md": {"returns": partial(returns_table, "stream_ac")},
     "docs/td3.md": {"td3 settings": partial(settings_table, "td3", "td3-authors", "the authors' setting", (100_000,))},
     "docs/rlpd.md": {"rlpd": rlpd_table, "rlpd successes": partial(rlpd_table, successes)},
+    "docs/scaling.md": {
+        "scaling settings": lambda: bests_table(read(SCALING), SCALING_RETURNS, HELD_OUT),
+        "scaling laws": lambda: laws_table(read(SCALING), SCALING_RETURNS, HELD_OUT),
+        "scaling predictions": lambda: predictions_table(read(SCALING), SCALING_RETURNS, HELD_OUT),
+    },
     "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
     "docs/wsrl.md": {"wsrl": wsrl_table},
     "docs/notes/wsrl.md": {"wsrl longer": partial(wsrl_table, "wsrl-longer")},

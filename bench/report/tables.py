@@ -1,8 +1,19 @@
 """A table, as Markdown text; page.html shows the same table as HTML."""
 
+import re
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def spelled(algo: str) -> str:
+    """Return an algorithm's name as its page spells it, or else in capitals."""
+    page = DOCS / f"{algo}.md"
+    heading = page.read_text().partition("\n")[0].removeprefix("# ") if page.exists() else ""
+    return heading if re.sub("[^a-z0-9]", "", heading.lower()) == algo.replace("_", "") else algo.upper()
 
 
 @dataclass

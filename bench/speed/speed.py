@@ -4,6 +4,7 @@
     python bench/speed/speed.py                    # SAC on HalfCheetah-v4, as `make speed` runs it
     python bench/speed/speed.py --num-envs 4 --peers sb3
     python bench/speed/speed.py --algo cql         # on a dataset, against d3rlpy
+    python bench/speed/speed.py --algo after-sac   # our SAC against our algorithms that came after it
     python bench/speed/speed.py --variants eager bfloat16   # three forms of our program
     python bench/speed/speed.py --device cuda      # our program with and without CUDA graphs, and the peers on the GPU
 
@@ -68,6 +69,7 @@ class Algorithm:
     dataset: bool = False  # whether it needs one
     flags: bool = True  # whether our program takes the flags of a run; otherwise the environment alone
     loop: str = ""  # our own plain loop, for the peer "loop"
+    others: dict[str, str] = field(default_factory=dict)  # programs of ours to compare with, by name
 
     @property
     def offline(self) -> bool:
@@ -81,7 +83,6 @@ VARIANTS = {  # of our program, with the flags that make them
     "cpu": {"eager": ["--no-compile"], "bfloat16": ["--products", "bfloat16"]},
     "cuda": {"eager": ["--no-cuda-graph"], "compiled": ["--compile"]},
 }
-RUNS = {"ours": "run"} | {name: f"run-{name}" for name in ("eager", "bfloat16", "compiled")}  # run folders
 OFF_POLICY = {
     "learning_starts": LEARNING_STARTS,
     "batch_size": 256,
@@ -89,11 +90,32 @@ OFF_POLICY = {
     "gradient_steps": -1,  # as many updates as environment steps, with any number of environments
     "policy_kwargs": {"net_arch": [256, 256], "n_critics": 2},
 }
+DROQ = "--utd 20 --policy-delay 20 --actor-value mean"
+AFTER_SAC = {
+    "sac-hl-gauss": "sac.py --critic hl-gauss",
+    "sac-c51": "sac.py --critic c51",
+    "dsac_t": "dsac_t.py",
+    "crossq-256": "crossq.py --critic-hidden 256 256",
+    "crossq-1024": "crossq.py --critic-hidden 1024 1024",
+    "simba_v2-small": "simba_v2.py --size small",
+    "droq": f"sac.py {DROQ} --layer-norm --dropout 0.01",
+    "redq": f"sac.py {DROQ} --critics 10 --target-critics 2",
+    "stream_ac": "stream_ac.py",
+}
 ALGORITHMS = {
     "sac": Algorithm(
         ours=f"algos/sac.py --learning-starts {LEARNING_STARTS}",
         warm_steps=LEARNING_STARTS + 300,
         arguments=OFF_POLICY,
+    ),
+    "after-sac": Algorithm(
+        ours=f"algos/sac.py --learning-starts {LEARNING_STARTS}",
+        warm_steps=LEARNING_STARTS + 300,
+        peers=(),
+        others={
+            name: f"algos/{program}" + (" --learning-starts 900" if name != "stream_ac" else "")
+            for name, program in AFTER_SAC.items()
+        },
     ),
     "td3": Algorithm(
         ours=f"algos/td3.py --learning-starts {LEARNING_STARTS}",
@@ -155,7 +177,7 @@ ALGORITHMS = {
 class Args:
     """Programs and duration of the measurement."""
 
-    algo: Literal["sac", "td3", "ppo", "iql", "cql", "wsrl", "fql", "fql-small", "expo"] = "sac"
+    algo: Literal["sac", "after-sac", "td3", "ppo", "iql", "cql", "wsrl", "fql", "fql-small", "expo"] = "sac"
     """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy. wsrl (online), fql (on a dataset,
     512 × 4 or small 256 × 3) and expo (base samples) are compared with a plain loop."""
     env: str = "HalfCheetah-v4"
@@ -209,7 +231,8 @@ def peers(args: Args) -> list[str]:
 
 def python_of_peers(args: Args) -> Path:
     """Return the path of the Python that has the peers installed."""
-    return args.peers_python or ROOT / VENVS[ALGORITHMS[args.algo].peers[0]] / "bin" / "python"
+    first = ALGORITHMS[args.algo].peers[:1] or ("loop",)
+    return args.peers_python or ROOT / VENVS[first[0]] / "bin" / "python"
 
 
 def commands(args: Args, folder: Path) -> dict[str, list[str]]:
@@ -229,7 +252,11 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     for name, flags in VARIANTS[args.device].items() if algorithm.flags else ():
         if args.device == "cuda" or name in args.variants:
             lines[name] = [*ours, *flags]
-            lines[name][ours.index("--run-dir") + 1] = str(folder / RUNS[name])
+            lines[name][ours.index("--run-dir") + 1] = str(run_of(name, folder))
+    for name, other in algorithm.others.items():
+        common = ours[ours.index("--env") :]
+        lines[name] = [sys.executable, *shlex.split(other), *common]
+        lines[name][lines[name].index("--run-dir") + 1] = str(run_of(name, folder))
     for peer in peers(args):
         if peer == "loop":
             lines[peer] = [sys.executable, *shlex.split(algorithm.loop), data if algorithm.offline else env_id]
@@ -243,6 +270,11 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     if args.algo in PRODUCTS and args.device == "cpu":
         lines["floor"] = [sys.executable, "bench/speed/matmul_floor.py", args.algo, env_id]
     return lines
+
+
+def run_of(name: str, folder: Path) -> Path:
+    """Return the run folder of a program of ours."""
+    return folder / ("run" if name == "ours" else f"run-{name}")
 
 
 def describe(args: Args) -> dict[str, str]:
@@ -300,18 +332,19 @@ def main(args: Args) -> None:
         for name, command in commands(args, folder).items():
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             contender = Contender(name, command, environment(args.device), folder, warm)
-            if name in RUNS and algorithm.flags and not algorithm.offline:
+            of_ours = name in ("ours", *VARIANTS[args.device], *algorithm.others)
+            if of_ours and algorithm.flags and not algorithm.offline:
                 # A run evaluates in counted environments before it learns, so its steps do not show that it is warm.
-                contender.learns = partial(has_losses, folder / RUNS[name] / "metrics.csv")
+                contender.learns = partial(has_losses, run_of(name, folder) / "metrics.csv")
             contenders.append(contender)
             contender.warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contender.threads())
             print(f"threads of {name}: {contender.threads()}", flush=True)
-        if (config := folder / RUNS["ours"] / "config.json").exists():
+        if (config := run_of("ours", folder) / "config.json").exists():
             facts["form"] = json.loads(config.read_text())["form"]
         elif "recorded" in algorithm.ours:  # a part of an update, without a run
             facts["form"] = "recorded"
-        metrics = folder / RUNS["ours"] / "metrics.csv"
+        metrics = run_of("ours", folder) / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
         slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)
         updates = update_times(metrics, start) if args.device == "cpu" else []  # on a GPU this is only the launch

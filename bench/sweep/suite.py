@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from bench.report.tables import spelled
 from bench.sweep.sweep_task import ROOT, Job
 from common.arguments import converted, described
 from common.command_line import parse
@@ -34,7 +35,7 @@ class Entry:
     seeds: tuple[int, ...] = (1,)
     flags: str = ""  # {suites}: the folder of all suites, {run}: <task>/<seed>, as in --init-from {suites}/a/b/{run}
     name: str = ""  # of the folder; by default the algorithm's
-    label: str = ""  # in the report; by default the name in capitals
+    label: str = ""  # in the report; by default as its page spells it, or the name in capitals
     cpus: int = 1
     gpus: float = 0.0  # 0.25: four runs share one
     memory: float = 0.0  # GiB to reserve; no limit is enforced
@@ -108,7 +109,7 @@ def labels(suite: str) -> dict[str, str]:
     own = {entry.name or algo: entry.label for entry in read_suite(suite)[1] for algo in entry.algo}
     found: dict[str, str] = {}
     for name, label in own.items():
-        found[name] = label or name.upper()
+        found[name] = label or spelled(name)
         if suite == "offline-own" and name in PEERS:
             found[f"{PEER}{name}"] = f"d3rlpy's {found[name]}"
     return found
