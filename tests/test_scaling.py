@@ -22,7 +22,7 @@ def needed(setting: Setting) -> float:
 
 
 def runs_of(*, utds: tuple[int, ...] = UTDS, seeds: int = 3) -> Runs:
-    """Curves that rise to 100 at D, with one evaluation for each step of 1; with the best setting and with others."""
+    """Curves that rise to 100 at D and are evaluated at every step, of the best setting and of others."""
     runs: Runs = {}
     for utd in utds:
         for wide in (0.5, 1.0, 2.0):

@@ -19,7 +19,7 @@ from bench.report.intervals import (
     interquartile_mean,
     profile,
 )
-from bench.report.tables import Table, spelled, spread
+from bench.report.tables import Table, display_name, spread
 from common.run_folder import Curve
 
 STEPS = (100_000, 300_000, 1_000_000)
@@ -73,12 +73,12 @@ def online_aggregates() -> Table:
         for step in STEPS:
             ours, theirs = (runs.get(algo, {}) for runs in online_runs(step))
             if not ours:
-                table.rows.append([spelled(algo), f"{step:,}", "not run", "", "", ""])
+                table.rows.append([display_name(algo), f"{step:,}", "not run", "", "", ""])
                 continue
             cells = [estimate(interquartile_mean, list(runs.values())).text(2) for runs in (ours, theirs)]
             seeds = f"{len(ours)}: {' + '.join(str(len(values)) for values in ours.values())}"
             better = "only means were published" if algo in only_means() else compared(ours, theirs)[1]
-            table.rows.append([spelled(algo), f"{step:,}", *cells, better, seeds])
+            table.rows.append([display_name(algo), f"{step:,}", *cells, better, seeds])
     return table
 
 
@@ -121,7 +121,7 @@ def learning_table() -> Table:
         for step in STEPS:
             known = spread_at(theirs[algo, env], step) if theirs[algo, env] else ""
             row = spread_at(seeds, step), interquartile(seeds, step), known
-            table.rows.append([f"{spelled(algo)}, {env}", f"{step:,}", *row])
+            table.rows.append([f"{display_name(algo)}, {env}", f"{step:,}", *row])
     return table
 
 

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 
 from bench.report.curves import Curves, aligned, number_of
 from bench.report.intervals import MIN_SEEDS_FOR_CI, Estimate, Values, estimate, interquartile_mean
-from bench.report.tables import spelled
+from bench.report.tables import display_name
 from bench.sweep.suite import labels
 from common.run_folder import Curve
 
@@ -113,7 +113,7 @@ def learning_figure(
     algo: str, env: str, ours: dict[str, Curve], published: dict[str, Curve], size: tuple[float, float] = SIZE
 ) -> Figure:
     """Return the figure of our and the published returns over environment steps, up to our last step."""
-    figure, axes = _figure(f"{spelled(algo)}, {env}", "environment steps", "return", size)
+    figure, axes = _figure(f"{display_name(algo)}, {env}", "environment steps", "return", size)
     if published:
         draw_curves(axes, Line("published", GREY, "--"), published, max(map(max, ours.values())))
     draw_curves(axes, Line("onramp", colour_of(algo)), ours)
@@ -135,7 +135,7 @@ def overview_figure(ours: Curves, published: Curves) -> Figure:
             if theirs:
                 draw_curves(axes, Line("", colour, "--"), theirs, max(map(max, seeds.values())))
             draw_curves(axes, Line("", colour), seeds)
-            handles[spelled(algo)] = Line2D([], [], color=colour)
+            handles[display_name(algo)] = Line2D([], [], color=colour)
     handles["published"] = Line2D([], [], color=GREY, linestyle="--")
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from bench.report.curves import Curves, behaviour, by_updates, minutes_per_step, scores
 from bench.report.intervals import estimate, interquartile_mean, mean_difference
-from bench.report.tables import Table, spelled, spread
+from bench.report.tables import Table, display_name, spread
 from bench.sweep.suite import PEER, PEERS, labels
 from common.run_folder import Curve
 
@@ -54,7 +54,7 @@ def d3rlpy_table() -> Table:
                 for of in (Curve.__getitem__, last_five):
                     scores_of = ([[of(curve, updates) for curve in seeds] for seeds in who] for who in runs.values())
                     cells += [estimate(interquartile_mean, each).text(1) for each in scores_of]
-            table.rows.append([spelled(algo), f"{updates:,}", *cells])
+            table.rows.append([display_name(algo), f"{updates:,}", *cells])
     return table
 
 

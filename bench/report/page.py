@@ -27,7 +27,7 @@ from bench.report.figures import (
 )
 from bench.report.intervals import MIN_SEEDS_FOR_CI, estimate, interquartile_mean
 from bench.report.offline_report import ALGORITHMS, UPDATES
-from bench.report.tables import Table, spelled
+from bench.report.tables import Table, display_name
 from bench.sweep.suite import PEER, Planned, labels, planned
 from common.run_folder import Curve
 
@@ -86,7 +86,7 @@ def template(name: str) -> Template:
 def online_curves() -> Iterator[Image]:
     theirs = published()
     for (algo, env), seeds in online().items():
-        text = f"Return of {spelled(algo)} on {env} over environment steps: onramp ends at {ends(seeds)}"
+        text = f"Return of {display_name(algo)} on {env} over environment steps: onramp ends at {ends(seeds)}"
         yield Image(learning_figure(algo, env, seeds, theirs[algo, env]), text)
 
 
@@ -159,7 +159,7 @@ def published_table() -> Table:
         last = min(max(curve) for curve in runs.values())
         mean = np.mean(list(there(runs, STEPS[-1]).values()))
         numbers = str(number_of(own["seed"].unique())), f"{last:,}", f"{mean:,.0f}"
-        table.rows.append([f"{spelled(algo)}, {env}", measured_on, *numbers, source])
+        table.rows.append([f"{display_name(algo)}, {env}", measured_on, *numbers, source])
     return table
 
 

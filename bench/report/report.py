@@ -39,7 +39,7 @@ from bench.report.offline_report import (
     wsrl_table,
 )
 from bench.report.page import whole_page
-from bench.report.tables import Table, spelled, spread
+from bench.report.tables import Table, display_name, spread
 from bench.speed.interleaved_timing import read_rounds
 from bench.sweep.scaling import bests_table, laws_table, predictions_table, read
 from common.command_line import command_line
@@ -150,7 +150,7 @@ def algorithms_table() -> Table:
         data = "offline to online" if "OfflineArgs" in text else "online"
         table.rows.append(
             [
-                f"[{spelled(name)}](docs/{name}.md)",
+                f"[{display_name(name)}](docs/{name}.md)",
                 f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper else "",
                 f"[`algos/{name}.py`](algos/{name}.py), {len(text.splitlines())}",
                 data,
@@ -216,7 +216,7 @@ def products_table() -> Table:
         difference = statistics.mean(means[1]) - statistics.mean(means[0])
         cells = [", ".join(f"{mean:,.0f}" for mean in each) for each in means]
         table.rows.append(
-            [f"{spelled(algo)}, {env}", *cells, f"{difference:,.0f} ({welch.low:,.0f} to {welch.high:,.0f})"]
+            [f"{display_name(algo)}, {env}", *cells, f"{difference:,.0f} ({welch.low:,.0f} to {welch.high:,.0f})"]
         )
     return table
 

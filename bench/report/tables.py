@@ -9,7 +9,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def spelled(algo: str) -> str:
+def display_name(algo: str) -> str:
     """Return an algorithm's name as its page spells it, or else in capitals."""
     page = DOCS / f"{algo}.md"
     heading = page.read_text().partition("\n")[0].removeprefix("# ") if page.exists() else ""

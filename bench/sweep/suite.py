@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from bench.report.tables import spelled
+from bench.report.tables import display_name
 from bench.sweep.sweep_task import ROOT, Job
 from common.arguments import converted, described
 from common.command_line import parse
@@ -109,7 +109,7 @@ def labels(suite: str) -> dict[str, str]:
     own = {entry.name or algo: entry.label for entry in read_suite(suite)[1] for algo in entry.algo}
     found: dict[str, str] = {}
     for name, label in own.items():
-        found[name] = label or spelled(name)
+        found[name] = label or display_name(name)
         if suite == "offline-own" and name in PEERS:
             found[f"{PEER}{name}"] = f"d3rlpy's {found[name]}"
     return found
