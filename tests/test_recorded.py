@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,55 @@ def test_wrong_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch):
         recording.check(torch.ones(3))
     assert owner.total.tolist() == [0.0] * 3
     assert torch.equal(owner.generator.get_state(), Owner().generator.get_state())
+
+
+class Cancelled(Owner):
+    """A bias before a batch normalisation, whose gradient is zero but for rounding, and Adam, which steps all the same.
+
+    A compiler that adds in another order gives some elements of the bias the other sign.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 1))
+        self.optimizer = Adam(self.net.parameters(), 1e-3)
+
+    def update(self, x: Tensor) -> None:
+        loss = 1e3 * self.net(x).sin().square().mean()  # rounding above the ε of Adam
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("fault", ["rounding", "its step", "moments", "another weight"])
+def test_signs_of_rounding_pass_the_check_and_faults_do_not(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """Where gradients are rounding, the sign of a step may differ, but not its size, and nothing may elsewhere."""
+    owner = Cancelled()
+    bias, weight = owner.net[0].bias, owner.net[2].weight
+
+    def compiled(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            owner.net[0].weight.mul_(1.0 + 3e-7 * torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))
+            before = bias.detach().clone()
+            results = graph(*inputs)
+            if fault == "its step":
+                bias.add_(2.0 * (bias - before))
+            if fault == "moments":
+                owner.optimizer.state[weight]["exp_avg"].mul_(2.0)
+            if fault == "another weight":
+                weight.sub_(1e-3 * (torch.arange(64) < 4))
+            return results
+
+        return call
+
+    monkeypatch.setattr(recorded, "_compiled", compiled)
+    x = torch.randn(256, 8)
+    recording = Recording(owner.update, [x], owner)
+    differ = [(eager - compiled).abs() > 1e-3 for _, eager, compiled in recording.compare(x)]
+    assert sum(int(d.sum()) for d in differ) > 0
+    with nullcontext() if fault == "rounding" else pytest.raises(CannotCompile, match="another result"):
+        recording.check(x)
 
 
 def test_chosen_rows_get_the_sum_of_their_gradients():
