@@ -319,6 +319,25 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
     assert psutil.wait_procs(members, timeout=5)[1] == []
 
 
+def test_a_ctrl_c_while_a_program_starts_is_not_lost(tmp_path: Path) -> None:
+    """Python ignores an exception within a fork. It is raised after the start, and the program can be interrupted."""
+    code = f"""
+import os, pathlib, signal, sys, time
+from bench.speed.interleaved_timing import Contender
+def start(code):
+    return Contender("a", [sys.executable, "-c", code], os.environ, pathlib.Path({str(tmp_path)!r}), 1)
+contender = start("import time; time.sleep(30)")
+os.kill(contender.process.pid, signal.SIGINT)
+print(contender.process.wait(20))
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+start("")
+print("lost")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert ended.stdout.split() == [str(-signal.SIGINT)], ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr
+
+
 def test_a_contender_that_dies_shows_its_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('no such thing'); raise SystemExit(3)"]
     contender = Contender("broken", command, ENV, tmp_path, 1)
@@ -388,10 +407,11 @@ def test_the_fastest_way_to_a_product_is_chosen() -> None:
 
 
 def test_report_and_csv(tmp_path: Path) -> None:
-    rates = {"ours": 200, "sb3": 100, "floor": 400}
+    rates = {"ours": 200, "sb3": 100, "simba_v2-small": 50, "floor": 400}
     rounds = [Slice(i, name, n * i, float(i), 2.0, 0.0) for name, n in rates.items() for i in (1, 2, 3)]
     text = report(rounds, [3.0, 5.0, 100.0])
     assert "ours / sb3: 2.00 (2.00-2.00)" in text
+    assert "ours / simba_v2-small: 4.00 (4.00-4.00)" in text
     assert "floor: 2.50 (2.50-2.50) ms" in text
     assert "ours / floor: 2.00" in text
     assert "our update alone: 5.00 ms, 2.00 floors" in text
@@ -402,7 +422,7 @@ def test_report_and_csv(tmp_path: Path) -> None:
     write_rounds(tmp_path / "a" / "rounds.csv", {"processor": "p"}, rounds)
     lines = (tmp_path / "a" / "rounds.csv").read_text().split()
     assert lines[:3] == ["#", "processor:", "p"]
-    assert len(lines) == 4 + 9
+    assert len(lines) == 4 + 12
     facts, read = read_rounds(tmp_path / "a" / "rounds.csv")
     assert (facts, read["sb3"].tolist()) == ({"processor": "p"}, [100.0] * 3)
 
@@ -435,6 +455,14 @@ def test_what_came_after_sac_gets_its_environment_and_flags_that_it_takes(tmp_pa
         assert args.env == counted("Hopper-v4")
         assert getattr(args, "utd", 1) == (20 if args.run_dir.name in ("run-droq", "run-redq") else 1)
     assert len(folders) == 10
+
+
+def test_a_script_gets_the_counted_environment(tmp_path: Path) -> None:
+    """And no other flag: it is a program of its own."""
+    script = "python ../their/script.py --env ENV --seed 1"
+    lines = commands(Args(algo="stream_ac", env="Hopper-v4", script=script), tmp_path)
+    assert list(lines) == ["ours", "script"]
+    assert lines["script"] == ["python", "../their/script.py", "--env", counted("Hopper-v4"), "--seed", "1"]
 
 
 def test_the_loop_gets_our_environment_and_does_our_products(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_updates_equal_the_algorithm_by_finite_differences(num_envs: int):
 
 
 def test_a_step_does_not_overshoot():
-    """However large the error and the trace are, an update leaves at least half of the critic's error."""
+    """However large the error and the trace are, an update shrinks the critic's error and keeps its sign."""
     for scale in (0.1, 10.0, 1000.0):
         agent, batch = make_agent(gamma=0.5), make_batch(1)
         batch = Batch(*batch[:2], scale * batch.rewards, *batch[3:4], torch.ones(1).double())

@@ -93,7 +93,7 @@ def measured(facts: dict[str, str]) -> str:
 
 
 def speed_beside(peer: str) -> Table:
-    """Return our steps per second and one peer's: d3rlpy on a dataset, or a plain loop."""
+    """Return our steps per second and one peer's: d3rlpy on a dataset, a plain loop, or another script."""
     table = Table(("", "measured on", "onramp", peer, f"onramp / {peer}", "step / floor"))
     for facts, median, ratio in speeds(peer):
         step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
@@ -233,6 +233,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "offline speed": partial(speed_beside, "d3rlpy"),
         "loop speed": partial(speed_beside, "loop"),
         "after sac": after_sac_table,
+        "script speed": partial(speed_beside, "script"),
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},

@@ -28,6 +28,7 @@ from bench.sweep.sweep_task import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 15
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 QUIET = 0.1  # cores; PyTorch's threads wait for one another, so a little other work slows it several times
 # Packages whose versions are reported with the figures, if they are installed.
 PACKAGES = ["torch", "numpy", "gymnasium", "mujoco"]
@@ -65,7 +66,7 @@ class Contender:
         self.name, self._warm_steps = name, warm_steps
         self.learns: Callable[[], bool] = lambda: True  # set for programs that step before they learn
         self.counter, self._log = folder / f"{name}.steps", folder / f"{name}.log"
-        with self._log.open("wb") as log:
+        with self._log.open("wb") as log, _held():
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -74,7 +75,7 @@ class Contender:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=_begin,
             )
 
     def steps(self) -> int:
@@ -147,6 +148,22 @@ class Contender:
     def cpu_seconds(self) -> float:
         """Return the processor seconds of all its processes so far."""
         return sum(times.user + times.system for times in (member.cpu_times() for member in self.members()))
+
+
+@contextmanager
+def _held() -> Iterator[None]:
+    """Hold signals that end this program until the block is over: Python drops what they raise in a fork."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _begin() -> None:
+    """Prepare a program's process, which inherits the hold."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    die_with_parent()
 
 
 def _status(process: psutil.Process) -> str:
@@ -259,19 +276,16 @@ def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
     """
     table = as_table(slices).pivot(index="round", columns="contender")
     rate, cores, others = table["steps_per_second"], table["cores"], table["cores_of_others"]
-    names = [
-        name
-        for name in ("ours", "eager", "bfloat16", "compiled", "sb3", "sbx", "d3rlpy", "loop", "floor")
-        if name in rate
-    ]
-    lines = ["", "median (min-max) over the rounds", f"{'':8}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
+    between = [name for name in rate if name not in ("ours", "floor")]
+    names = ["ours", *between, *({"floor"} & set(rate))]
+    width = max(map(len, names))
+    lines = ["", "median (min-max) over the rounds", f"{'':{width}}{'steps/s':>24}{'cores used':>20}{'by others':>20}"]
     for name in names:
         used = f"{spread(cores[name], 2):>20}{spread(others[name], 2):>20}"
-        lines.append(f"{name:8}{spread(rate[name], 1):>24}{used}")
+        lines.append(f"{name:{width}}{spread(rate[name], 1):>24}{used}")
     lines.append("")
-    for name in names:
-        if name not in ("ours", "floor"):
-            lines.append(f"ours / {name}: {spread(rate['ours'] / rate[name], 2)} times as many steps/s")
+    for name in between:
+        lines.append(f"ours / {name}: {spread(rate['ours'] / rate[name], 2)} times as many steps/s")
     if "floor" in rate:
         floor_ms = 1000 / rate["floor"]
         lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")

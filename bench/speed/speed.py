@@ -5,6 +5,7 @@
     python bench/speed/speed.py --num-envs 4 --peers sb3
     python bench/speed/speed.py --algo cql         # on a dataset, against d3rlpy
     python bench/speed/speed.py --algo after-sac   # our SAC against our algorithms that came after it
+    python bench/speed/speed.py --algo stream_ac --script "python ../their/script.py --env ENV"
     python bench/speed/speed.py --variants eager bfloat16   # three forms of our program
     python bench/speed/speed.py --device cuda      # our program with and without CUDA graphs, and the peers on the GPU
 
@@ -117,6 +118,11 @@ ALGORITHMS = {
             for name, program in AFTER_SAC.items()
         },
     ),
+    "stream_ac": Algorithm(
+        ours="algos/stream_ac.py",
+        warm_steps=1000,
+        peers=(),
+    ),
     "td3": Algorithm(
         ours=f"algos/td3.py --learning-starts {LEARNING_STARTS}",
         warm_steps=LEARNING_STARTS + 300,
@@ -177,7 +183,9 @@ ALGORITHMS = {
 class Args:
     """Programs and duration of the measurement."""
 
-    algo: Literal["sac", "after-sac", "td3", "ppo", "iql", "cql", "wsrl", "fql", "fql-small", "expo"] = "sac"
+    algo: Literal["sac", "after-sac", "stream_ac", "td3", "ppo", "iql", "cql", "wsrl", "fql", "fql-small", "expo"] = (
+        "sac"
+    )
     """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy. wsrl (online), fql (on a dataset,
     512 × 4 or small 256 × 3) and expo (base samples) are compared with a plain loop."""
     env: str = "HalfCheetah-v4"
@@ -200,6 +208,9 @@ class Args:
     """Python that has the peers installed. By default, that of .venv-peers or .venv-d3rlpy."""
     ours: str = ""
     """Our program with its own flags, instead of the algorithm's file. The common flags are appended."""
+    script: str = ""
+    """Another program to compare with: a command that steps a Gymnasium environment until killed. The word ENV in it
+    becomes the environment's id."""
     out: Path | None = None
     """File for the raw rounds. By default, results/speed/<algorithm>-<environment>-<time>.csv."""
 
@@ -257,6 +268,8 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
         common = ours[ours.index("--env") :]
         lines[name] = [sys.executable, *shlex.split(other), *common]
         lines[name][lines[name].index("--run-dir") + 1] = str(run_of(name, folder))
+    if args.script:
+        lines["script"] = [env_id if word == "ENV" else word for word in shlex.split(args.script)]
     for peer in peers(args):
         if peer == "loop":
             lines[peer] = [sys.executable, *shlex.split(algorithm.loop), data if algorithm.offline else env_id]
@@ -293,6 +306,7 @@ def describe(args: Args) -> dict[str, str]:
         "system": platform.platform(),
         "ours": args.ours or ALGORITHMS[args.algo].ours,
         "versions of ours": versions(sys.executable),
+        **({"script": args.script} if args.script else {}),
         **({"versions of the peers": versions(python_of_peers(args))} if peers(args) else {}),
     }
 
