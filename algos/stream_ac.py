@@ -5,8 +5,8 @@ Elsayed, Vasan and Mahmood 2024, "Streaming Deep Reinforcement Learning Finally 
     python algos/stream_ac.py --env HalfCheetah-v4
 
 There is no replay buffer, no batch and no target network. Eligibility traces remember what led here, and ObGD bounds
-each step so that it does not overshoot. Observations and rewards are normalised by running statistics, and nine of ten
-weights start at 0. This is written from the equations, because the authors' code may not be copied.
+each step. Running statistics normalise observations and rewards, and nine of ten weights start at 0. This is written
+from the equations, because the authors' code may not be copied.
 
 Choices that differ from the paper:
 - A truncated episode bootstraps from its final observation, as everywhere here. The paper counts it as terminated, and
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.acting import acting
@@ -142,10 +141,13 @@ class STREAMAC:
             found.append(torch.stack([delta.abs(), entropy.detach()]))
         return dict(zip(("losses/td_error", "losses/entropy"), torch.stack(found).unbind(1), strict=True))
 
-    def forget(self, dones: NDArray[np.bool_]) -> None:
-        """Clear the traces of episodes that ended."""
+    def step(self, batch: Batch, dones: Tensor) -> Metrics:
+        """Add a transition of each environment to the running statistics, learn, and end the traces of `dones` [n]."""
+        self.obs_normalizer.update(batch.obs)
+        metrics = self.update(batch._replace(rewards=self.reward_scaler.step(batch.rewards, dones)))
         for traces in (self.actor_traces, self.critic_traces):
-            traces.mul_(torch.from_numpy(~dones).to(self.device).unsqueeze(-1))
+            traces.mul_((~dones).unsqueeze(-1))
+        return metrics
 
 
 @returns_result
@@ -154,22 +156,18 @@ def train(args: Args) -> Result:
     run = Run("stream_ac", args)
     rollout = Rollout(args.env, args)
     agent = STREAMAC(args, rollout.obs_dim, rollout.action_dim, run.device)
-    update = run.graphed(lambda *parts: agent.update(Batch(*parts)), agent.generator)
+    learn = run.graphed(lambda dones, *parts: agent.step(Batch(*parts), dones), agent.generator)
     policy = run.policy(agent)
     run.resume(agent=agent, rollout=rollout)
 
     for _ in run.steps():
         # Act
-        agent.obs_normalizer.update(torch.from_numpy(rollout.obs).to(run.device))
         obs, actions, rewards, next_obs, terminations, truncations = rollout.step(policy(rollout.obs))
-        dones = terminations | truncations
 
         # Learn
-        scaled = agent.reward_scaler(rewards[None].astype(np.float32), dones[None])[0]
-        parts = (obs, actions, scaled, next_obs, terminations.astype(np.float32))
+        numbers = (part.astype(np.float32) for part in (obs, actions, rewards, next_obs, terminations))
         with run.timings("update"):
-            metrics = update(*(torch.from_numpy(part).to(run.device) for part in parts))
-        agent.forget(dones)
+            metrics = learn(*(torch.from_numpy(p).to(run.device) for p in (terminations | truncations, *numbers)))
 
         # Report
         run.report(metrics)

@@ -99,6 +99,14 @@ class RewardScaler(nn.Module):
         scaled: NDArray[np.float32] = (rewards * scale).clip(-self.clip, self.clip).astype(np.float32)
         return scaled
 
+    @torch.no_grad()
+    def step(self, rewards: Tensor, dones: Tensor) -> Tensor:
+        """Do the same with the rewards [num_envs] of one step, by tensor operations, which can be recorded."""
+        sums = self.gamma * self.sums + rewards
+        self.normalizer.update(sums)
+        self.sums.copy_(torch.where(dones, 0.0, sums))
+        return (rewards * self.normalizer.scale).clamp(-self.clip, self.clip)
+
 
 class ReturnScaler(nn.Module):
     """Scales rewards so that their discounted sums G stay within ±bound and have a variance of at most 1.

@@ -41,6 +41,7 @@ def test_many_small_updates_lose_nothing():
 def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
     """The sum continues over rollouts, and starts again when an episode ends."""
     scaler, rng, sums, seen = RewardScaler(2, 0.9), np.random.default_rng(2), np.zeros(2), []
+    stepped = RewardScaler(2, 0.9)
     for _ in range(3):
         rewards, dones = rng.normal(3.0, 2.0, (20, 2)).astype(np.float32), rng.random((20, 2)) < 0.1
         got = scaler(rewards, dones)
@@ -48,6 +49,9 @@ def test_rewards_are_divided_by_the_deviation_of_their_discounted_sum():
             sums = 0.9 * sums + rewards[t]
             seen.append(sums.copy())
             sums[dones[t]] = 0.0
+            one = stepped.step(torch.from_numpy(rewards[t]), torch.from_numpy(dones[t]))
+            expected = (rewards[t] / np.sqrt(np.var(seen) + 1e-8)).clip(-10, 10)
+            np.testing.assert_allclose(one, expected, rtol=1e-5)
         np.testing.assert_allclose(got, rewards / np.std(seen), rtol=1e-5)
     assert scaler(np.full((1, 2), 1e6, np.float32), np.zeros((1, 2), bool)).max() <= 10.0
 

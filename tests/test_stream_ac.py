@@ -12,6 +12,7 @@ from formulas import Array, make_batch
 from test_resume import assert_kills_change_nothing
 
 from algos.stream_ac import STREAMAC, Args, Network
+from common.normalize import RewardScaler
 from common.replay_buffer import Batch
 from common.seeding import generator
 
@@ -112,14 +113,28 @@ def test_a_step_does_not_overshoot():
 
 
 def test_traces_end_with_their_episode_and_others_stay():
-    agent = make_agent(num_envs=2)
-    agent.update(make_batch(2))
-    before = agent.critic_traces.clone(), agent.actor_traces.clone()
-    agent.forget(np.array([True, False]))
-    for was, traces in zip(before, (agent.critic_traces, agent.actor_traces), strict=True):
+    agent, same = make_agent(num_envs=2), make_agent(num_envs=2)
+    same.step(make_batch(2), torch.tensor([False, False]))
+    agent.step(make_batch(2), torch.tensor([True, False]))
+    for was, traces in ((same.critic_traces, agent.critic_traces), (same.actor_traces, agent.actor_traces)):
         assert was.abs().sum(1).min() > 0
         assert traces[0].abs().max() == 0
         assert torch.equal(traces[1], was[1])
+
+
+def test_a_step_counts_its_transitions_in_the_statistics_before_it_learns():
+    agent, same, batch = make_agent(num_envs=2), make_agent(num_envs=2), make_batch(2)
+    agent.reward_scaler, same.reward_scaler = RewardScaler(2, 0.99), RewardScaler(2, 0.99)
+    for dones in ([False, False], [True, False], [False, False]):
+        agent.step(batch, torch.tensor(dones))
+        same.obs_normalizer.update(batch.obs)
+        scaled = same.reward_scaler(batch.rewards.numpy()[None].astype(np.float32), np.array(dones)[None])[0]
+        same.update(batch._replace(rewards=torch.from_numpy(scaled)))
+        for traces in (same.actor_traces, same.critic_traces):
+            traces[dones] = 0.0
+    assert agent.obs_normalizer.count == 50 + 6
+    np.testing.assert_allclose(vector(agent.actor)[0], vector(same.actor)[0], rtol=0, atol=1e-8)
+    np.testing.assert_allclose(vector(agent.critic)[0], vector(same.critic)[0], rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize(("sparsity", "zeros"), [(0.9, (27, 116, 116)), (0.5, (15, 64, 64)), (0.0, (0, 0, 0))])
@@ -155,11 +170,10 @@ def test_policy_finds_the_optimum_of_a_known_bandit():
     agent, rng = STREAMAC(Args(**SMALL), 3, 2, torch.device("cpu")), np.random.default_rng(0)
     for _ in range(6_000):
         obs = np.float32(rng.normal(size=(1, 3)))
-        agent.obs_normalizer.update(torch.from_numpy(obs))
         actions = agent.act(obs)
         reward = -((actions - 0.4) ** 2).sum(1)
-        agent.update(Batch(*map(torch.from_numpy, (obs, actions, reward, obs, np.ones(1, np.float32)))))
-        agent.forget(np.array([True]))
+        batch = Batch(*map(torch.from_numpy, (obs, actions, reward, obs, np.ones(1, np.float32))))
+        agent.step(batch, torch.tensor([True]))
     actions = agent.act(np.float32(rng.normal(size=(200, 3))), deterministic=True)
     np.testing.assert_allclose(actions.mean(0), [0.4, 0.4], atol=0.1)
 
