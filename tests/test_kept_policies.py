@@ -35,6 +35,8 @@ def test_a_policy_returns_what_its_file_states(name: str) -> None:
     assert name_of(trained) == name
     assert len(facts["returns"]) == TO_REPORT[1]
     assert facts["return"] == pytest.approx(statistics.mean(facts["returns"]))
+    if "-singletask" in name:
+        pytest.importorskip("ogbench", reason="OGBench's package is not installed: make .venv/ogbench")
     returns = returns_of(trained, TO_REPORT[0], 5)
     spread = max(statistics.stdev(facts["returns"]), 0.01 * abs(facts["return"]))
     assert statistics.mean(returns) == pytest.approx(statistics.mean(facts["returns"][:5]), abs=2 * spread)

@@ -235,6 +235,9 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "after sac": after_sac_table,
         "script speed": partial(speed_beside, "script"),
     },
+    "docs/critics.md": {
+        "sac settings": partial(settings_table, "sac", "sac-hl-gauss", "HL-Gauss, α = 0.01", (100_000, 300_000))
+    },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
     "docs/ogbench.md": {"ogbench": ogbench_table},
