@@ -38,7 +38,7 @@ def test_critics_reach_the_values_of_a_known_mdp(algo: str):
     for _ in range(200):
         actions = rng.uniform(-1, 1, (3, 2))
         buffer.add(states, actions, [1.0, 0.0, 5.0], states[[1, 0, 0]], [0, 0, 1])
-    for number in range(1, 1_501):
+    for number in range(1, 1_501 if followers else 4_001):  # batch renormalisation approaches the values more slowly
         if hasattr(agent, "log_alpha"):
             agent.log_alpha.data.fill_(-30.0)  # no entropy
         update(agent, buffer.sample(64, agent.generator), number)
