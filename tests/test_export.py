@@ -91,14 +91,18 @@ def test_a_sampled_policy_takes_its_noise(small: Callable[..., Any]) -> None:
 
 
 @needs_onnx
-def test_a_file_that_acts_otherwise_is_not_written(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [1e-3, np.nan])
+def test_a_file_that_acts_otherwise_is_not_written(
+    error: float, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = module("sac").train(small(total_steps=60)).folder
     original = export.to_onnx
 
     def changed(exported: Any, *rest: Any) -> bytes:
-        exported.middle += 1e-3
+        middle = exported.middle.clone()
+        exported.middle += error
         data = original(exported, *rest)
-        exported.middle -= 1e-3
+        exported.middle.copy_(middle)
         return data
 
     monkeypatch.setattr(export, "to_onnx", changed)
