@@ -1,8 +1,8 @@
 """IFQL: the critics of IQL, a flow that imitates the data, and the best of 32 samples as the action.
 
 The flow version of IDQL (Hansen-Estruch et al. 2023, arXiv 2304.10573), as a baseline of Park, Li and Levine 2025,
-"Flow Q-Learning", arXiv 2502.02538. Values are those of IQL (Kostrikov et al. 2021, arXiv 2110.06169), and no gradient
-of theirs reaches the policy.
+"Flow Q-Learning", arXiv 2502.02538. Values are those of IQL (Kostrikov et al. 2021, arXiv 2110.06169), and their
+gradients do not reach the policy.
 
     python algos/ifql.py --dataset scene-play-singletask-task1-v0
     python algos/ifql.py --dataset antmaze-large-play-v2 --online-steps 1000000

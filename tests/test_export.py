@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, every_algorithm, module
 
+from common.acting import acting
 from common.errors import InputError, RunError
 from envs.make import make
 from tools import export
@@ -109,6 +110,28 @@ def test_a_file_that_acts_otherwise_is_not_written(
     with pytest.raises(RunError, match="differs from the agent by"):
         main(Args(str(folder)))
     assert not (folder / "policy.onnx").exists()
+
+
+class Inexact:
+    """An agent whose actions lose digits in float32, and not in float64."""
+
+    device = torch.device("cpu")
+
+    @acting
+    def act(self, obs: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+        return obs + 1000.0 - 1000.0
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-4, -1e-4, np.nan])
+def test_an_action_is_compared_in_float64_if_the_agent_is_inexact(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that equals the agent in float64 is right, and any other is wrong by as much as it differs."""
+    monkeypatch.setattr(export, "runner", lambda data: lambda given: given[0] + error)
+    obs = np.random.default_rng(0).uniform(-0.9, 0.9, (50, 3)).astype(np.float32)
+    assert np.abs(Inexact().act(obs) - obs).max() > export.TOLERANCE
+    exported = export.Exported(Inexact(), -np.ones(3), np.ones(3), sampled=False)
+    assert export.difference_of(b"", exported, obs) == pytest.approx(abs(error), abs=export.TOLERANCE, nan_ok=True)
 
 
 @needs_onnx

@@ -229,13 +229,13 @@ def test_sizes_and_a_number_of_bins_that_is_none():
 
 def test_policy_reaches_the_entropy_and_the_optimum_of_a_known_bandit():
     """As SAC: one step, reward -(a - 0.4)², so π* has the entropy -1 for α = 1 / (πe²) = 0.043."""
-    learning = {"hidden": (64,), "critic_hidden": (64, 64), "actor_lr": 1e-3, "critic_lr": 1e-3, "alpha_lr": 1e-3}
+    learning = {"hidden": (64,), "critic_hidden": (64, 64), "actor_lr": 2e-3, "critic_lr": 2e-3, "alpha_lr": 2e-3}
     agent = SIMBAV2(Args(**(SMALL | learning)), 3, 2, torch.device("cpu"))
     buffer, rng = ReplayBuffer(2_000, 3, 2), np.random.default_rng(0)
     obs, actions = rng.normal(size=(2_000, 3)), rng.uniform(-1, 1, (2_000, 2))
     buffer.add(obs, actions, -((actions - 0.4) ** 2).sum(1), obs, np.ones(2_000))
-    for _ in range(3_000):
-        agent.update(buffer.sample(256, agent.generator))
+    for _ in range(1_500):
+        agent.update(buffer.sample(64, agent.generator))
     policy = agent.act(np.float32(rng.normal(size=(200, 3))), deterministic=True)
     np.testing.assert_allclose(policy.mean(0), [0.4, 0.4], atol=0.05)
     assert agent.log_alpha.exp().item() == pytest.approx(math.exp(-2) / math.pi, rel=0.5)
