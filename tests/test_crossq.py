@@ -190,8 +190,8 @@ def test_policy_reaches_the_entropy_and_the_optimum_of_a_known_bandit():
     buffer, rng = ReplayBuffer(2_000, 3, 2), np.random.default_rng(0)
     obs, actions = rng.normal(size=(2_000, 3)), rng.uniform(-1, 1, (2_000, 2))
     buffer.add(obs, actions, -((actions - 0.4) ** 2).sum(1), obs, np.ones(2_000))
-    for step in range(3_000):
-        metrics = agent.update(buffer.sample(512, agent.generator), with_actor=step % 3 == 2)
+    for step in range(1_500):
+        metrics = agent.update(buffer.sample(256, agent.generator), with_actor=step % 3 == 2)
     assert metrics["losses/critic"] < 0.02
     policy = agent.act(np.float32(rng.normal(size=(200, 3))), deterministic=True)
     np.testing.assert_allclose(policy.mean(0), [0.4, 0.4], atol=0.05)

@@ -326,14 +326,6 @@ def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPat
     assert (small().run_dir / "evaluations.csv").read_bytes() == before
 
 
-@every_algorithm
-def test_a_run_without_evaluations_learns_the_same(algo: str, small, tmp_path: Path):
-    for episodes in (0, 1):
-        module(algo).train(small(algo, eval_episodes=episodes, run_dir=tmp_path / str(episodes)))
-    assert same(final_state(tmp_path / "0"), final_state(tmp_path / "1"))
-    assert len((tmp_path / "0" / "evaluations.csv").read_text().splitlines()) == 1
-
-
 def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     module("sac").train(small())
     path = small().run_dir / "config.json"

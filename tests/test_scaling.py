@@ -21,15 +21,15 @@ def needed(setting: Setting) -> float:
     return (600 + (4_000 / setting.utd) ** 0.9) * (1 + off)
 
 
-def runs_of(*, utds: tuple[int, ...] = UTDS, seeds: int = 3) -> Runs:
-    """Curves that rise to 100 at D and are evaluated at every step, of the best setting and of others."""
+def runs_of(*, utds: tuple[int, ...] = UTDS, seeds: int = 3, every: int = 1) -> Runs:
+    """Curves that rise to 100 at D and are evaluated at every `every`-th step, of the best setting and of others."""
     runs: Runs = {}
     for utd in utds:
         for wide in (0.5, 1.0, 2.0):
             for fast in (0.5, 1.0, 2.0):
                 setting = Setting(utd, round(wide * 200 * utd**-0.5), fast * 0.002 * utd**-0.25)
                 data = needed(setting)
-                runs[setting] = [{step: 100.0 * step / data for step in range(9_000)}] * seeds
+                runs[setting] = [{step: 100.0 * step / data for step in range(0, 9_000, every)}] * seeds
     return runs
 
 
@@ -111,7 +111,7 @@ def test_reads_runs_of_sac(small, tmp_path: Path):
 
 
 def test_prints_three_tables_and_keeps_the_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write(tmp_path / "curves.csv", runs_of(seeds=2))
+    write(tmp_path / "curves.csv", runs_of(seeds=2, every=10))
     scaling.main(scaling.Args(tmp_path / "curves.csv", (60.0, 100.0), 8, tmp_path / "kept" / "curves.csv"))
     bests, laws, predictions = capsys.readouterr().out.strip().split("\n\n")
     assert [len(table.splitlines()) for table in (bests, laws, predictions)] == [12, 4, 4]
