@@ -95,10 +95,21 @@ def test_curves_survive_a_file_and_a_ratio_that_was_not_run_is_said(tmp_path: Pa
     write(tmp_path / "curves.csv", runs)
     assert read(tmp_path / "curves.csv") == dict(sorted(runs.items()))
     (row,) = predictions_table(runs_of(utds=(1, 2, 3, 4, 6)), [100.0], 8).rows
-    assert row[-1] == "not run"
+    assert row[-2:] == ["not run", "not run"]
     assert float(row[4].replace(",", "")) == pytest.approx(600 + 500**0.9, rel=0.01)
     with pytest.raises(InputError, match="holds no runs"):
         read(tmp_path)
+
+
+def test_a_prediction_stands_next_to_the_nearest_and_the_best_setting():
+    """At σ = 8, the fit asks for 71 and 0.0012. 64 and 0.001 are nearest, and 128 and 0.002 happen to be better."""
+    settings = {(64, 0.001): 2_000.0, (32, 0.0011): 3_000.0, (128, 0.002): 1_500.0}
+    runs = runs_of(utds=(1, 2, 3, 4, 6)) | {Setting(8, *s): [{0: 0.0, int(d): 100.0}] for s, d in settings.items()}
+    (row,) = predictions_table(runs, [100.0], 8).rows
+    assert row[-3:] == ["64, 0.001", "2,000 (2,000 to 2,000)", "1,500 (1,500 to 1,500)"]
+    del runs[Setting(8, 128, 0.002)], runs[Setting(8, 32, 0.0011)]
+    (row,) = predictions_table(runs, [100.0], 8).rows
+    assert row[-2:] == ["2,000 (2,000 to 2,000)", "not run"]
 
 
 def test_reads_runs_of_sac(small, tmp_path: Path):

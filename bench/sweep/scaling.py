@@ -16,7 +16,7 @@ import csv
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -216,17 +216,31 @@ def laws_table(runs: Runs, returns: Sequence[float], held_out: int | None = None
 
 
 def predictions_table(runs: Runs, returns: Sequence[float], held_out: int) -> Table:
-    """Return a row for each return: the predicted setting and D of the σ held out, and what its runs needed."""
-    table = Table(("return", "σ", "batch size", "learning rate", "predicted D", "measured with", "measured D (95 %)"))
+    """Return a row for each return: the predicted setting and D of the σ held out, and what its runs needed.
+
+    These are the runs with the setting that is nearest to the predicted one, and those with the best of all settings.
+    """
+    predicted = ("return", "σ", "batch size", "learning rate", "predicted D")
+    table = Table((*predicted, "measured with", "measured D (95 %)", "D of the best setting (95 %)"))
+    there = {setting: curves for setting, curves in runs.items() if setting.utd == held_out}
     for wanted in returns:
         fit = fitted(runs, wanted, held_out)
         cells = [f"{fit.batch_size(held_out):,.0f}", f"{fit.critic_lr(held_out):.2g}", f"{fit.data(held_out):,.0f}"]
-        measured = ["", "not run"]
-        if any(setting.utd == held_out for setting in runs):
-            there = best(runs, held_out, wanted)
-            measured = [f"{there.setting.batch_size}, {there.setting.critic_lr:.2g}", interval(there.data)]
+        measured = ["", "not run", "not run"]
+        if there:
+            near = nearest(there, fit.batch_size(held_out), fit.critic_lr(held_out))
+            alone = best({near: there[near]}, held_out, wanted)
+            measured[:2] = f"{near.batch_size}, {near.critic_lr:.2g}", interval(alone.data)
+        if len(there) > 1:
+            measured[2] = interval(best(there, held_out, wanted).data)
         table.rows.append([f"{wanted:g}", str(held_out), *cells, *measured])
     return table
+
+
+def nearest(settings: Iterable[Setting], batch_size: float, critic_lr: float) -> Setting:
+    """Return the setting whose batch size and learning rate are nearest, by the sum of distances in logarithms."""
+    asked = (batch_size, critic_lr)
+    return min(settings, key=lambda each: float(np.abs(np.log(np.divide(each[1:], asked))).sum()))
 
 
 def interval(data: NDArray[np.float64]) -> str:
