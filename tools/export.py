@@ -224,8 +224,8 @@ def runner(data: bytes) -> Callable[[list[Tensor]], Tensor]:
 def difference_of(data: bytes, module: Exported, obs: NDArray[np.float32]) -> float:
     """Return the largest difference from the agent's actions on `obs`, in units of half an action's range.
 
-    If an action differs from the agent's by more than TOLERANCE, compare it with that of the agent in float64. PA-RL's
-    gradient steps amplify rounding, so that the agent itself can be inexact.
+    If an action differs from the agent's by more than TOLERANCE, compare it with that of the agent in float64. PA-RL
+    keeps the best point of a path: if the values of two points are equal to rounding, the agent may keep the worse.
     """
     run, exact, found = runner(data), deepcopy(module).double(), []
     for one in np.split(obs, len(obs)):
