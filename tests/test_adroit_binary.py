@@ -67,7 +67,7 @@ def test_horizons() -> None:
 
 
 @pytest.mark.parametrize(("task", "steps"), [("pen", 100), ("door", 200)])
-def test_a_task_that_goes_on_scores_the_share_of_its_steps_that_is_solved(task: str, steps: int) -> None:
+def test_a_task_that_continues_scores_the_share_of_its_steps_that_is_solved(task: str, steps: int) -> None:
     """RLPD's (return + steps) / steps; of the others, which end when solved, success is what counts."""
     between = reference(BINARY[task, False])
     assert normalized([-steps, -steps / 4, 0.0], between).tolist() == [0.0, 75.0, 100.0]

@@ -207,7 +207,7 @@ def test_10_percent_bc_imitates_the_best_episodes_only(small: Any, tmp_path: Pat
     assert agent.act(chosen).mean() == pytest.approx(expected, abs=0.1)
 
 
-def test_a_restored_agent_goes_on_bit_for_bit() -> None:
+def test_a_restored_agent_continues_bit_for_bit() -> None:
     agent, other = make_agent(False), make_agent(False, seed=2)
     buffer, rng = ReplayBuffer(100, 3, 2), np.random.default_rng(0)
     parts = rng.normal(size=(100, 3)), rng.uniform(-1, 1, (100, 2)), rng.normal(size=100), rng.normal(size=(100, 3))

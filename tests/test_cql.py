@@ -308,7 +308,7 @@ def test_critics_reach_the_values_of_a_known_mdp_without_the_conservative_term()
 
 
 def values_around_a_hole(returns_to_go: float | None = None, **changed: Any) -> tuple[float, float]:
-    """Mean Q of seen and of unseen actions: every action ends with reward 1, none above 0 was ever tried."""
+    """Mean Q of seen and of unseen actions: every action ends with reward 1, and the data have none above 0."""
     agent = float32_agent(critic_lr=3e-3, calibrated=returns_to_go is not None, **changed)
     obs, rng = torch.ones(64, 3), np.random.default_rng(0)
     for _ in range(600):
@@ -371,7 +371,7 @@ def test_actions_lie_in_the_box_and_differ_where_they_should():
     assert np.array_equal(agent.act(obs, deterministic=True), agent.act(obs, deterministic=True))
 
 
-def test_restored_agent_goes_on_as_the_first_would():
+def test_restored_agent_continues_as_the_first_would():
     """Traps 3 and 4: after a restore α and α' still move, each by its own optimiser; the target is not the critic."""
     changed = {"lagrange_gap": 0.8}
     first, second = float32_agent(**changed), float32_agent(**changed, seed=2)

@@ -44,7 +44,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @every_algorithm
-def test_trains_twice_the_same_and_goes_on(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
+def test_trains_twice_the_same_and_continues(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
     """The same seed twice; and once more from the last checkpoint."""
     for name in ("a", "b"):
         module(algo).train(small(algo, device="cuda", run_dir=tmp_path / name))

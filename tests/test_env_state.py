@@ -60,7 +60,7 @@ def plain(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_goes_on_bit_for_bit(env_id: str) -> None:
+def test_continues_bit_for_bit(env_id: str) -> None:
     twin, env = make_short(env_id), make_short(env_id)
     actions = some_actions(env, 3 * LENGTH)
     steps = LENGTH + 9  # into an episode that began without a seed
@@ -85,7 +85,7 @@ def test_goes_on_bit_for_bit(env_id: str) -> None:
     assert rollout(fresh, actions) == expected
 
 
-def test_goes_on_in_another_process(tmp_path: Path) -> None:
+def test_continues_in_another_process(tmp_path: Path) -> None:
     ids = ["HalfCheetah-v4", "Ant-v5", "Pendulum-v1"]
     try:
         import gymnasium_robotics  # noqa: F401
@@ -209,7 +209,7 @@ def test_refuses_what_is_not_its_state() -> None:
 
 
 @pytest.mark.parametrize("vectorizer", ["sync", "async"])
-def test_vector_goes_on_bit_for_bit(vectorizer: Any) -> None:
+def test_vector_continues_bit_for_bit(vectorizer: Any) -> None:
     def play(envs: Any, obs: np.ndarray, actions: np.ndarray, dones: np.ndarray) -> tuple[list[bytes], Any, Any]:
         seen = [obs.tobytes()]
         for action in actions:

@@ -137,7 +137,7 @@ def test_actions_are_rescaled_and_the_time_limit_truncates(pool: Any) -> None:
         envs.step(np.full((2, 6), np.nan, np.float32))
 
 
-def test_a_run_that_goes_on_begins_new_episodes(pool: Any) -> None:
+def test_a_run_that_continues_begins_new_episodes(pool: Any) -> None:
     actions = np.random.default_rng(0).uniform(-1, 1, (60, 2, 3)).astype(np.float32)
     envs = make_vector("Hopper-v4", 2, seed=3, vectorizer="envpool")
     begun = [episode[0][0] for episode in play(envs, actions)]
@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_begins_new_episodes(pool: Any) -> None:
     assert get_states(envs) != states, "each checkpoint leads to other episodes"
 
 
-def test_a_stopped_run_goes_on_and_says_what_it_lost(pool: Any, tmp_path: Path) -> None:
+def test_a_stopped_run_continues_and_says_what_it_lost(pool: Any, tmp_path: Path) -> None:
     arguments = flags(env="Hopper-v4", num_envs=2, vectorizer="envpool", run_dir=tmp_path / "run")
     assert killed_at("sac", [("update", 200)], *arguments).returncode == 0
     result = command(*arguments)

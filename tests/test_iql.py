@@ -202,7 +202,7 @@ def test_defaults_are_the_authors() -> None:
     assert (args.retain, args.utd, args.offline_steps) == ("append", 1, 1_000_000)
 
 
-def test_a_restored_agent_goes_on_bit_for_bit() -> None:
+def test_a_restored_agent_continues_bit_for_bit() -> None:
     """Optimisers stay bound to what they move, and targets are not rebuilt from the critics."""
     agent, other = make_agent(False), make_agent(False, seed=2)
     buffer = ReplayBuffer(100, 3, 2)

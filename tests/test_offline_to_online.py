@@ -195,7 +195,7 @@ class TestReturnsToGo:
         for obs, to_go in zip(batch.obs[:, 0].tolist(), batch.returns_to_go.tolist(), strict=True):
             assert to_go == pytest.approx(expected[obs], rel=1e-5)
 
-    def test_an_episode_that_only_failed_goes_on_for_ever(self, offline_to_online: Any) -> None:
+    def test_an_episode_that_only_failed_continues_for_ever(self, offline_to_online: Any) -> None:
         made = offline_to_online(online=0, scale=10.0, shift=-5.0, discount=0.9, failure=0.0)
         for reward in (0.0, 1.0):  # two episodes, the second succeeds at its end
             for last in (False, True):
@@ -204,7 +204,7 @@ class TestReturnsToGo:
         assert found == pytest.approx([-50.0, -50.0, -5.0 + 0.9 * 5.0, 5.0])
 
     @pytest.mark.parametrize(("terminates", "expected"), [(False, [5 - 0.9 * 50, -50]), (True, [5 - 0.9 * 5, -5])])
-    def test_an_episode_that_is_cut_behind_its_success_goes_on(
+    def test_an_episode_that_is_cut_behind_its_success_continues(
         self, offline_to_online: Any, terminates: bool, expected: list[float]
     ) -> None:
         made = offline_to_online(online=0, scale=10.0, shift=-5.0, discount=0.9, failure=0.0)

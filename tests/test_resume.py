@@ -220,7 +220,7 @@ def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.Capt
 
 
 @every_algorithm
-def test_a_finished_run_goes_on_with_more_steps(algo: str, tmp_path: Path):
+def test_a_finished_run_continues_with_more_steps(algo: str, tmp_path: Path):
     """As if it had been given all of them at once; three environments end behind the last of their first steps."""
     name = "online_steps" if algo in OFFLINE else "total_steps"
     arguments = {"num_envs": 3, "eval_every": 100, "checkpoint_every": 100, "buffer_size": 150}
@@ -309,7 +309,7 @@ def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_run_on_auto_goes_on_where_it_was(small, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_on_auto_continues_where_it_was(small, monkeypatch: pytest.MonkeyPatch):
     """And not on another device, whose numbers are others."""
     module("sac").train(small(device="auto", total_steps=200))
     path = small().run_dir / "config.json"

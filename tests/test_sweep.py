@@ -356,7 +356,7 @@ class TestDriver:
         assert (tmp_path / "1.sh").read_text() == f"{long.line}\n"
         assert not is_done(long)
 
-    def test_a_killed_run_goes_on_three_times(self, ray: FakeRay, tmp_path: Path):
+    def test_a_killed_run_continues_three_times(self, ray: FakeRay, tmp_path: Path):
         sweep = Sweep([self.job(tmp_path, 1)])
         killed = Outcome(-signal.SIGKILL, "step 100", {})
         ray.get = lambda reference: killed
@@ -542,7 +542,7 @@ class TestSweeps:
             subprocess.run(job.argv, cwd=ROOT, env=environment, check=True, capture_output=True)
         assert_same(tmp_path / "runs/mine/sac", tmp_path / "by-hand/mine/sac")
 
-    def test_a_suite_with_more_steps_goes_on_to_them(self, start, suite, tmp_path: Path):
+    def test_a_suite_with_more_steps_continues_to_them(self, start, suite, tmp_path: Path):
         for steps in (500, 800):
             path = suite(RUN.format(steps=steps, seeds=1))
             assert start(path, tmp_path / "runs", "--cpus", "1").wait(timeout=300) == 0

@@ -186,7 +186,7 @@ def test_policy_reaches_the_balance_of_a_known_bandit(alpha: float) -> None:
     np.testing.assert_allclose(np.mean(found[-500:], axis=0), [expected] * 2, atol=0.03)
 
 
-def test_a_restored_agent_goes_on_bit_for_bit() -> None:
+def test_a_restored_agent_continues_bit_for_bit() -> None:
     """With the moments of both optimisers and the noise: the next updates are equal."""
     agent, other = make_agent(False), make_agent(False, seed=2)
     agent.obs_normalizer.set_statistics(MEAN, DEVIATION)

@@ -294,7 +294,7 @@ def test_critics_reach_the_values_of_a_known_mdp_online() -> None:
     torch.testing.assert_close(agent.critic(batch.obs, batch.actions), expected.expand(E, -1), rtol=0, atol=0.15)
 
 
-def test_a_restored_agent_goes_on_bit_for_bit() -> None:
+def test_a_restored_agent_continues_bit_for_bit() -> None:
     first, second = (float32_agent(lagrange_gap=0.8, online_cql=True, seed=seed) for seed in (1, 2))
     batch = float32_batch()
     first.update(batch, online=False)

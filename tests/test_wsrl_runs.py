@@ -126,7 +126,7 @@ class TestRuns:
         scale, shift = re.findall(r"--reward-s\w+ (\S+)", str(refused.value))
         module("wsrl").train(small("wsrl", **begun, reward_scale=float(scale), reward_shift=float(shift)))
 
-    def test_a_run_that_goes_on_does_not_need_what_it_began_with(self, small: Any, tmp_path: Path) -> None:
+    def test_a_run_that_continues_does_not_need_what_it_began_with(self, small: Any, tmp_path: Path) -> None:
         first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
         module("cql").train(first)
         args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)

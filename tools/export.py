@@ -227,7 +227,7 @@ def difference_of(data: bytes, module: Exported, obs: NDArray[np.float32]) -> fl
     If an action differs from the agent's by more than TOLERANCE, compare it with that of the agent in float64. PA-RL
     keeps the best point of a path: if the values of two points are equal to rounding, the agent may keep the worse.
     """
-    run, exact, found = runner(data), deepcopy(module).double(), []
+    run, exact, differences = runner(data), deepcopy(module).double(), list[float]()
     for one in np.split(obs, len(obs)):
         given = [torch.from_numpy(one), *(tensor for _, tensor in draws(module, one))]
         with torch.no_grad():
@@ -236,8 +236,8 @@ def difference_of(data: bytes, module: Exported, obs: NDArray[np.float32]) -> fl
             if not difference <= TOLERANCE:
                 in_float64 = exact(*(tensor.double() for tensor in given))
                 difference = float(((actions - in_float64).abs() / module.half_range).max())
-        found.append(difference)
-    return float(np.max(found))  # NaN if one is: Python's max would lose it
+        differences.append(difference)
+    return float(np.max(differences))  # NaN if one is: Python's max would lose it
 
 
 def to_torchscript(module: Exported, obs: NDArray[np.float32]) -> bytes:

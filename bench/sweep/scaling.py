@@ -222,17 +222,17 @@ def predictions_table(runs: Runs, returns: Sequence[float], held_out: int) -> Ta
     """
     predicted = ("return", "σ", "batch size", "learning rate", "predicted D")
     table = Table((*predicted, "measured with", "measured D (95 %)", "D of the best setting (95 %)"))
-    there = {setting: curves for setting, curves in runs.items() if setting.utd == held_out}
+    measured_runs = {setting: curves for setting, curves in runs.items() if setting.utd == held_out}
     for wanted in returns:
         fit = fitted(runs, wanted, held_out)
         cells = [f"{fit.batch_size(held_out):,.0f}", f"{fit.critic_lr(held_out):.2g}", f"{fit.data(held_out):,.0f}"]
         measured = ["", "not run", "not run"]
-        if there:
-            near = nearest(there, fit.batch_size(held_out), fit.critic_lr(held_out))
-            alone = best({near: there[near]}, held_out, wanted)
+        if measured_runs:
+            near = nearest(measured_runs, fit.batch_size(held_out), fit.critic_lr(held_out))
+            alone = best({near: measured_runs[near]}, held_out, wanted)
             measured[:2] = f"{near.batch_size}, {near.critic_lr:.2g}", interval(alone.data)
-        if len(there) > 1:
-            measured[2] = interval(best(there, held_out, wanted).data)
+        if len(measured_runs) > 1:
+            measured[2] = interval(best(measured_runs, held_out, wanted).data)
         table.rows.append([f"{wanted:g}", str(held_out), *cells, *measured])
     return table
 

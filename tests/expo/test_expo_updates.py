@@ -170,7 +170,7 @@ class TestUpdate:
         assert edits[:, 0].mean() > 0.5
         assert edits[:, 1].abs().mean() < 0.3
 
-    def test_a_restored_agent_goes_on_bit_for_bit(self) -> None:
+    def test_a_restored_agent_continues_bit_for_bit(self) -> None:
         first, second = (float32_agent(dropout=0.1, seed=seed) for seed in (1, 2))
         batch = float32_batch(64)
         first.update(batch)
