@@ -118,7 +118,7 @@ class Diffusion:
     def sample(self, network: Network, x: Tensor, generator: torch.Generator) -> Tensor:
         """Turn noise `x` into actions in [-1, 1] by the reverse process, clipped after each step."""
         for k in reversed(range(len(self.betas))):
-            noise = network(x, torch.full((), float(k), device=x.device))
+            noise = network(x, x.new_full((), float(k)))
             beta, alpha_bar = self.betas[k], self.alpha_bars[k]
             x = (x - beta / (1.0 - alpha_bar).sqrt() * noise) / (1.0 - beta).sqrt()
             if k > 0:
@@ -143,7 +143,7 @@ class DDIM(Diffusion):
     def sample(self, network: Network, x: Tensor, generator: torch.Generator) -> Tensor:
         """Turn noise `x` into actions in [-1, 1] without further noise. `generator` is not used."""
         for k in reversed(range(len(self.betas))):
-            noise = network(x, torch.full((), float(k), device=x.device))
+            noise = network(x, x.new_full((), float(k)))
             alpha_bar = self.alpha_bars[k]
             actions = ((x - (1.0 - alpha_bar).sqrt() * noise) / alpha_bar.sqrt()).clamp(-1.0, 1.0)
             if k > 0:
@@ -161,7 +161,7 @@ class Flow:
     def sample(self, network: Network, x: Tensor, generator: torch.Generator) -> Tensor:
         """Turn noise `x` into actions in [-1, 1] by Euler steps along dx/dt = v(s, x, t)."""
         for k in range(self.steps):
-            x = x + network(x, torch.full((), float(k), device=x.device)) / self.steps
+            x = x + network(x, x.new_full((), float(k))) / self.steps
         return x.clamp(-1.0, 1.0)
 
     def errors(self, network: Network, actions: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import ROOT, every_algorithm, module
 
-from common.acting import acting
 from common.errors import InputError, RunError
 from envs.make import make
 from tools import export
@@ -97,41 +96,43 @@ def test_a_file_that_acts_otherwise_is_not_written(
     error: float, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = module("sac").train(small(total_steps=60)).folder
-    original = export.to_onnx
+    original = export.runner
 
-    def changed(exported: Any, *rest: Any) -> bytes:
-        middle = exported.middle.clone()
-        exported.middle += error
-        data = original(exported, *rest)
-        exported.middle.copy_(middle)
-        return data
+    def wrong(data: bytes) -> Callable[..., Any]:
+        run = original(data)
+        return lambda given: run(given) + error
 
-    monkeypatch.setattr(export, "to_onnx", changed)
+    monkeypatch.setattr(export, "runner", wrong)
     with pytest.raises(RunError, match="differs from the agent by"):
         main(Args(str(folder)))
     assert not (folder / "policy.onnx").exists()
 
 
-class Inexact:
-    """An agent whose actions lose digits in float32, and not in float64."""
-
-    device = torch.device("cpu")
-
-    @acting
-    def act(self, obs: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
-        return obs + 1000.0 - 1000.0
-
-
-@pytest.mark.parametrize("error", [0.0, 1e-4, -1e-4, np.nan])
-def test_an_action_is_compared_in_float64_if_the_agent_is_inexact(
-    error: float, monkeypatch: pytest.MonkeyPatch
+@needs_onnx
+def test_a_file_computes_in_float64_if_float32_is_not_enough(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that equals the agent in float64 is right, and any other is wrong by as much as it differs."""
-    monkeypatch.setattr(export, "runner", lambda data: lambda given: given[0] + error)
-    obs = np.random.default_rng(0).uniform(-0.9, 0.9, (50, 3)).astype(np.float32)
-    assert np.abs(Inexact().act(obs) - obs).max() > export.TOLERANCE
-    exported = export.Exported(Inexact(), -np.ones(3), np.ones(3), sampled=False)
-    assert export.difference_of(b"", exported, obs) == pytest.approx(abs(error), abs=export.TOLERANCE, nan_ok=True)
+    """Simulate a policy for which float32 is too inexact. Inputs and actions stay float32."""
+    import onnx
+
+    folder = module("sac").train(small(total_steps=60)).folder
+    original, forms = export.difference_of, list[torch.dtype]()
+
+    def difference(data: bytes, form: Any, obs: Any) -> float:
+        forms.append(form.dtype)
+        return 1.0 if form.dtype == torch.float32 else original(data, form, obs)
+
+    monkeypatch.setattr(export, "difference_of", difference)
+    path = main(Args(str(folder)))
+    assert forms == [torch.float32, torch.float64]
+    assert "the float32 file differs from the agent by 1.0e+00: trying float64" in capsys.readouterr().err
+    weights = [each.data_type for each in onnx.load(path).graph.initializer if len(each.dims) == 2]
+    assert weights == [onnx.TensorProto.DOUBLE] * 3
+    agent = load_policy(str(folder), make("Pendulum-v1"), 0, deterministic=False).act.__self__  # type: ignore[attr-defined]
+    obs = np.random.default_rng(1).normal(size=(30, 3)).astype(np.float32)
+    with torch.no_grad():
+        expected = 2.0 * torch.tanh(agent.actor.net.double()(torch.from_numpy(obs).double()).chunk(2, dim=-1)[0])
+    assert np.array_equal(run(path, obs), expected.float().numpy())
 
 
 @needs_onnx

@@ -15,9 +15,10 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import warnings
-from collections.abc import Callable
-from copy import deepcopy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,11 +66,14 @@ CANNOT = (RuntimeError, TypeError, NotImplementedError, torch.onnx.errors.OnnxEx
 
 
 class Draws(TorchFunctionMode):
-    """Notes each random draw of the code inside, or replaces the draws by given tensors, in order."""
+    """Notes each random draw of the code inside, or replaces the draws by given tensors, in order.
 
-    def __init__(self, given: tuple[Tensor, ...] | None = None) -> None:
+    The code receives draws of `dtype`; `made` holds float32.
+    """
+
+    def __init__(self, dtype: torch.dtype, given: tuple[Tensor, ...] | None = None) -> None:
         super().__init__()
-        self.given = given
+        self.dtype, self.given = dtype, given
         self.made: list[Draw] = []
 
     def __torch_function__(
@@ -80,12 +84,15 @@ class Draws(TorchFunctionMode):
         if function.__name__ not in NOISE:
             raise InputError(f"the policy draws by torch.{function.__name__}: only rand and randn can become inputs")
         made = function(*args, **(kwargs or {})) if self.given is None else self.given[len(self.made)]
-        self.made.append((NOISE[function.__name__], made))
-        return made
+        self.made.append((NOISE[function.__name__], made.float()))
+        return made.to(self.dtype)
 
 
 class Exported(nn.Module):
-    """Maps obs [1, obs_dim], and the noise of each draw, to actions in the environment's units."""
+    """Maps obs [1, obs_dim], and the noise of each draw, to actions in the environment's units.
+
+    Inputs and actions are float32. After `double()`, the computation uses float64.
+    """
 
     def __init__(self, agent: Agent, low: NDArray[Any], high: NDArray[Any], sampled: bool) -> None:
         super().__init__()
@@ -98,14 +105,20 @@ class Exported(nn.Module):
         self._act = type(agent).act.__wrapped__  # type: ignore[attr-defined]
         self._sampled, self._action_dim = sampled, len(low)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision in which the agent computes."""
+        return self.half_range.dtype  # type: ignore[return-value]
+
     def act(self, obs: Tensor) -> Tensor:
         """Return the actions in units of the box, [-1, 1]: [1, action_dim], or [1, h, action_dim] of a chunk of h."""
+        obs = obs.to(self.dtype)
         actions: Tensor = self._act(self._agent[0], obs, deterministic=not self._sampled).clamp(-1.0, 1.0)
         return actions if actions.shape[1] == self._action_dim else actions.unflatten(1, (-1, self._action_dim))
 
     def forward(self, obs: Tensor, *noise: Tensor) -> Tensor:
-        with Draws(noise):
-            return self.middle + self.half_range * self.act(obs)  # type: ignore[operator]
+        with Draws(self.dtype, noise):
+            return (self.middle + self.half_range * self.act(obs)).float()  # type: ignore[operator]
 
 
 def main(args: Args) -> Path:
@@ -124,24 +137,23 @@ def main(args: Args) -> Path:
     obs = observations(make(env_id, **settings), int(trained.arguments["seed"]))
     agent = load_agent(trained, obs.shape[1], box.shape[0], 0)
     module = Exported(agent, box.low, box.high, args.sampled).eval()
-    output = args.output or trained.output("policy.onnx", env_id)
-    facts = facts_of(trained, env_id)
-    try:
-        try:
-            data = to_onnx(module, module, obs, facts)
-        except CANNOT:
-            data = to_onnx(below_autograd(module, obs), module, obs, facts)
-    except CANNOT as error:
-        log.warning(f"ONNX cannot express this policy, so TorchScript is written: {str(error).splitlines()[0]}")
-        output, data = output.with_suffix(".pt"), to_torchscript(module, obs)
-    difference = difference_of(data, module, obs)
+    output, facts = args.output or trained.output("policy.onnx", env_id), facts_of(trained, env_id)
+    data, difference = in_float32(module, obs, facts)
+    if not difference <= TOLERANCE:
+        with default_dtype(torch.float64):
+            data = in_float64(module.double(), obs, facts)
+        difference = difference_of(data, module, obs)
     if not difference <= TOLERANCE:
         raise RunError(f"the exported policy differs from the agent by {difference:.1e}: nothing was written")
+    if is_torchscript(data):
+        output = output.with_suffix(".pt")
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as file:
         file.write(data)
     inputs = ", ".join(["obs", *names_of(draws(module, obs[:1]))])
-    print_result(f"written to {output}: {inputs} → actions, at most {difference:.1e} from the agent's")
+    print_result(
+        f"written to {output}: {inputs} → actions, at most {difference:.1e} from the agent's in {module.dtype}"
+    )
     return output
 
 
@@ -163,7 +175,7 @@ def observations(env: gym.Env[Any, Any], seed: int) -> NDArray[np.float32]:
 
 def draws(module: Exported, obs: NDArray[np.float32]) -> list[Draw]:
     """Return the kind and an example of each draw that acting on `obs` makes, in order."""
-    with torch.no_grad(), (mode := Draws()):
+    with torch.no_grad(), (mode := Draws(module.dtype)):
         module.act(torch.from_numpy(obs))
     return mode.made
 
@@ -184,11 +196,49 @@ def below_autograd(module: Exported, obs: NDArray[np.float32]) -> nn.Module:
 
     An exporter cannot express a gradient, such as that by which PA-RL improves its actions.
     """
+    from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx  # it takes a second
 
+    rules: Any = get_decompositions([torch.ops.aten.native_layer_norm])  # ONNX's returns float32
     with torch.no_grad():
-        graph: nn.Module = make_fx(module)(torch.from_numpy(obs[:1]), *(tensor for _, tensor in draws(module, obs[:1])))
+        graph: nn.Module = make_fx(module, rules)(
+            torch.from_numpy(obs[:1]), *(tensor for _, tensor in draws(module, obs[:1]))
+        )
     return graph
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set PyTorch's default precision within the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_float32(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> tuple[bytes, float]:
+    """Return an ONNX file's bytes and their difference from the agent; infinite if ONNX cannot express the policy."""
+    try:
+        data = to_onnx(module, module, obs, facts)
+    except CANNOT:
+        return b"", math.inf
+    if not (difference := difference_of(data, module, obs)) <= TOLERANCE:
+        log.warning(f"the float32 file differs from the agent by {difference:.1e}: trying float64")
+    return data, difference
+
+
+def in_float64(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> bytes:
+    """Return the bytes of an ONNX file, or of a TorchScript file if ONNX cannot express the policy.
+
+    Rounding can swap two actions of almost equal value, such as PA-RL's. In float64 this is rare.
+    """
+    try:
+        return to_onnx(below_autograd(module, obs), module, obs, facts)
+    except CANNOT as error:
+        log.warning(f"ONNX cannot express this policy, so TorchScript is written: {str(error).splitlines()[0]}")
+        return to_torchscript(module, obs)
 
 
 def to_onnx(form: nn.Module, module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> bytes:
@@ -209,9 +259,13 @@ def to_onnx(form: nn.Module, module: Exported, obs: NDArray[np.float32], facts: 
     return data
 
 
+def is_torchscript(data: bytes) -> bool:
+    return data.startswith(b"PK")  # it is a zip file
+
+
 def runner(data: bytes) -> Callable[[list[Tensor]], Tensor]:
     """Return the function that an ONNX or a TorchScript file computes from its inputs."""
-    if data.startswith(b"PK"):  # TorchScript is a zip file
+    if is_torchscript(data):
         script = torch.jit.load(io.BytesIO(data))
         return lambda given: script(*given)
     import onnxruntime
@@ -222,21 +276,12 @@ def runner(data: bytes) -> Callable[[list[Tensor]], Tensor]:
 
 
 def difference_of(data: bytes, module: Exported, obs: NDArray[np.float32]) -> float:
-    """Return the largest difference from the agent's actions on `obs`, in units of half an action's range.
-
-    If an action differs from the agent's by more than TOLERANCE, compare it with that of the agent in float64. PA-RL
-    keeps the best point of a path: if the values of two points are equal to rounding, the agent may keep the worse.
-    """
-    run, exact, differences = runner(data), deepcopy(module).double(), list[float]()
+    """Return the largest difference from the agent's actions on `obs`, in units of half an action's range."""
+    run, differences = runner(data), list[float]()
     for one in np.split(obs, len(obs)):
         given = [torch.from_numpy(one), *(tensor for _, tensor in draws(module, one))]
         with torch.no_grad():
-            actions = run(given)
-            difference = float(((actions - module(*given)).abs() / module.half_range).max())
-            if not difference <= TOLERANCE:
-                in_float64 = exact(*(tensor.double() for tensor in given))
-                difference = float(((actions - in_float64).abs() / module.half_range).max())
-        differences.append(difference)
+            differences.append(float(((run(given) - module(*given)).abs() / module.half_range).max()))
     return float(np.max(differences))  # NaN if one is: Python's max would lose it
 
 
