@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, every_algorithm, module
 
+from common.acting import acting
 from common.errors import InputError, RunError
 from envs.make import make
 from tools import export
@@ -106,6 +107,34 @@ def test_a_file_that_acts_otherwise_is_not_written(
     with pytest.raises(RunError, match="differs from the agent by"):
         main(Args(str(folder)))
     assert not (folder / "policy.onnx").exists()
+
+
+class Climbing:
+    """An agent that takes a gradient step on a value, as PA-RL's does."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.value = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+
+    @acting
+    def act(self, obs: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+        with torch.enable_grad():
+            values = self.value((points := obs.detach().requires_grad_()) / 3)
+            return obs + torch.autograd.grad(values.sum(), points)[0]
+
+
+@needs_onnx
+def test_a_policy_that_takes_gradients_computes_in_float64() -> None:
+    """With a layer norm and a number in its formula, whose precision an exporter can get wrong."""
+    obs = np.random.default_rng(0).uniform(-0.5, 0.5, (20, 3)).astype(np.float32)
+    exported = export.Exported(Climbing(), -np.ones(3), np.ones(3), sampled=False)
+    assert export.float32_file(exported, obs, {}) == (b"", np.inf)
+    data, difference = export.float64_file(exported.double(), obs, {})
+    assert not export.is_torchscript(data)
+    assert difference < 1e-7
+    assert (np.abs(export.runner(data)([torch.from_numpy(obs[:1])]).numpy() - obs[:1]) > 1e-3).all()
 
 
 @needs_onnx

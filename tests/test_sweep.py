@@ -229,7 +229,7 @@ class TestSuites:
                 is_done(different)
 
     @pytest.mark.parametrize(
-        ("before", "now", "goes_on"),
+        ("before", "now", "continues"),
         [
             ("sac --env Hopper-v4 --total-steps 1000", "sac --env Hopper-v4 --total-steps 1001", True),
             ("sac --env Hopper-v4 --total-steps 1000", "sac --env Hopper-v4", True),  # to the default
@@ -244,14 +244,14 @@ class TestSuites:
         ],
     )
     def test_a_finished_run_is_not_done_where_it_has_more_steps_now(
-        self, before: str, now: str, goes_on: bool, tmp_path: Path
+        self, before: str, now: str, continues: bool, tmp_path: Path
     ):
         old, new = (Job((f"algos/{algo}.py", *flags), tmp_path / "1", 1)
                     for algo, *flags in (before.split(), now.split()))  # fmt: skip
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "DONE").touch()
         (tmp_path / "1.sh").write_text(f"{old.line}\n")
-        if goes_on:
+        if continues:
             assert not is_done(new)
         else:
             with pytest.raises(InputError, match="made by another command"):

@@ -17,8 +17,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,11 +137,9 @@ def main(args: Args) -> Path:
     agent = load_agent(trained, obs.shape[1], box.shape[0], 0)
     module = Exported(agent, box.low, box.high, args.sampled).eval()
     output, facts = args.output or trained.output("policy.onnx", env_id), facts_of(trained, env_id)
-    data, difference = in_float32(module, obs, facts)
+    data, difference = float32_file(module, obs, facts)
     if not difference <= TOLERANCE:
-        with default_dtype(torch.float64):
-            data = in_float64(module.double(), obs, facts)
-        difference = difference_of(data, module, obs)
+        data, difference = float64_file(module.double(), obs, facts)
     if not difference <= TOLERANCE:
         raise RunError(f"the exported policy differs from the agent by {difference:.1e}: nothing was written")
     if is_torchscript(data):
@@ -199,7 +196,7 @@ def below_autograd(module: Exported, obs: NDArray[np.float32]) -> nn.Module:
     from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx  # it takes a second
 
-    rules: Any = get_decompositions([torch.ops.aten.native_layer_norm])  # ONNX's returns float32
+    rules: Any = get_decompositions([torch.ops.aten.native_layer_norm])  # ONNX gives its mean in float32
     with torch.no_grad():
         graph: nn.Module = make_fx(module, rules)(
             torch.from_numpy(obs[:1]), *(tensor for _, tensor in draws(module, obs[:1]))
@@ -207,19 +204,8 @@ def below_autograd(module: Exported, obs: NDArray[np.float32]) -> nn.Module:
     return graph
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set PyTorch's default precision within the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def in_float32(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> tuple[bytes, float]:
-    """Return an ONNX file's bytes and their difference from the agent; infinite if ONNX cannot express the policy."""
+def float32_file(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> tuple[bytes, float]:
+    """Return an ONNX file's bytes and its difference from the agent, infinite if ONNX cannot express the policy."""
     try:
         data = to_onnx(module, module, obs, facts)
     except CANNOT:
@@ -229,16 +215,17 @@ def in_float32(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]
     return data, difference
 
 
-def in_float64(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> bytes:
-    """Return the bytes of an ONNX file, or of a TorchScript file if ONNX cannot express the policy.
+def float64_file(module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> tuple[bytes, float]:
+    """Return a file's bytes and its difference from the agent: TorchScript if ONNX cannot express the policy.
 
     Rounding can swap two actions of almost equal value, such as PA-RL's. In float64 this is rare.
     """
     try:
-        return to_onnx(below_autograd(module, obs), module, obs, facts)
+        data = to_onnx(below_autograd(module, obs), module, obs, facts)
     except CANNOT as error:
         log.warning(f"ONNX cannot express this policy, so TorchScript is written: {str(error).splitlines()[0]}")
-        return to_torchscript(module, obs)
+        data = to_torchscript(module, obs)
+    return data, difference_of(data, module, obs)
 
 
 def to_onnx(form: nn.Module, module: Exported, obs: NDArray[np.float32], facts: dict[str, str]) -> bytes:
