@@ -3,10 +3,11 @@
 Mark et al. 2024, "Policy Agnostic RL: Offline RL and Online RL Fine-Tuning of Any Class and Backbone",
 arXiv 2412.06685. Candidates are drawn from a base policy. Critics rank them, and gradient steps on the actions improve
 the best. No gradient passes through the base policy, which learns by its own imitation loss alone. The critics are
-those of Cal-QL (Nakamoto et al. 2023, arXiv 2303.05479), with histograms (Farebrother et al. 2024, arXiv 2403.03950).
+those of Cal-QL (Nakamoto et al. 2023, arXiv 2303.05479) or IQL (Kostrikov et al. 2021, arXiv 2110.06169), with
+histograms (Farebrother et al. 2024, arXiv 2403.03950).
 
     python algos/pa_rl.py --dataset antmaze-large-diverse-v2 --online-steps 200000
-    python algos/pa_rl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql --online-steps 50000
+    python algos/pa_rl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql --critic-loss iql
 
 Half of the steps before the switch train the base policy by imitation. With --init-from, it is that of a run of bc,
 dsrl, expo, fql or ifql. Then it is frozen, and the critics learn. After the switch, both learn. This was written from
@@ -31,6 +32,7 @@ from common.arguments import (
     Fraction,
     NonNegative,
     NonNegativeInt,
+    OpenFraction,
     OptionalNonNegativeInt,
     OptionalNumber,
 )
@@ -91,6 +93,11 @@ class Args(OfflineArgs):
     """Length of such a step, as a factor of the gradient."""
 
     # Learning
+    critic_loss: Literal["cal-ql", "iql"] = "cal-ql"
+    """Loss of the critics. cal-ql: critics choose the next action, and a conservative term lowers other actions.
+    iql: the next value is V(s'), which learns from the data's actions alone."""
+    expectile: OpenFraction = 0.7
+    """With --critic-loss iql: τ of the expectile regression of V."""
     gamma: Fraction = 0.99
     """Discount factor."""
     tau: Fraction = 0.005
@@ -100,7 +107,7 @@ class Args(OfflineArgs):
     distill_lr: float = 5e-5
     """Learning rate of the base policy after the switch."""
     critic_lr: float = 3e-4
-    """Learning rate of the critics."""
+    """Learning rate of the critics, and of V."""
     cql_weight: NonNegative = 0.005
     """Weight of Cal-QL's conservative term. It is small, because a cross-entropy is."""
     cql_actions: int = 10
@@ -146,10 +153,12 @@ class PARL:
         critic = mlp([obs_dim + action_dim, *args.hidden, args.bins], initializer, args.critics, layer_norm=True)
         self.critic = HistogramCritic(orthogonal(critic, initializer, last_gain=0.01)).to(device)
         self.target_critic = copy.deepcopy(self.critic)
+        sizes, is_iql = [obs_dim, *args.hidden, 1], args.critic_loss == "iql"
+        self.state_value = (mlp(sizes, initializer, layer_norm=True) if is_iql else nn.Identity()).to(device)
         self.support = HLGauss(args.bins).to(device)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.base_optimizer = Adam(self.base.parameters(), args.actor_lr)
-        self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
+        self.critic_optimizer = Adam([*self.critic.parameters(), *self.state_value.parameters()], args.critic_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device, self.action_dim = args, device, action_dim
         self.ranks = 0  # 1 once the critics choose the actions
@@ -241,24 +250,41 @@ class PARL:
             by_policy = torch.maximum(by_policy, batch.returns_to_go)
         return (torch.cat([of_uniform, by_policy + math.log(n), data], dim=1).logsumexp(1) - data.squeeze(1)).mean(1)
 
-    def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the cross-entropy of each critic's histogram from the label of y, plus the conservative term.
-
-        y = r + γ min_i Q̄_i(s', OPT(s')) over two target critics.
-        """
-        next_actions = self.choose(*self.improve(batch.next_obs, self.generator))
-        with torch.no_grad():
-            next_values = self.support.mean(self.target_critic(batch.next_obs, next_actions, self.pair())).amin(0)
-            # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
-            target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_values
+    def cross_entropy(self, batch: Batch, next_values: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the cross-entropy of each critic's histogram from the label of y = r + γ V', given V' [batch]."""
+        # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
+        target = batch.rewards + self.args.gamma * (1.0 - batch.terminations) * next_values
         logits = self.critic(batch.obs, batch.actions)
-        cross_entropy = self.support.loss(logits, target).mean()
+        loss = self.support.loss(logits, target).mean()
+        is_clamped = (target < self.support.edges[0]) | (target > self.support.edges[-1])
+        metrics = {"losses/cross_entropy": loss.detach(), "losses/q": self.support.mean(logits).detach()}
+        return loss, metrics | {"charts/clamped": is_clamped.float()}
+
+    @torch.no_grad()
+    def target_values(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Return min_i Q̄_i(s, a) over two target critics: [batch]."""
+        return self.support.mean(self.target_critic(obs, actions, self.pair())).amin(0)
+
+    def cal_ql_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the cross-entropy, with V' = min_i Q̄_i(s', OPT(s')), plus the conservative term."""
+        next_actions = self.choose(*self.improve(batch.next_obs, self.generator))
+        cross_entropy, metrics = self.cross_entropy(batch, self.target_values(batch.next_obs, next_actions))
         term = self.conservative_term(batch, next_actions)
         loss = cross_entropy + self.args.cql_weight * term.mean()
-        is_clamped = (target < self.support.edges[0]) | (target > self.support.edges[-1])
-        metrics = {"losses/critic": loss, "losses/cross_entropy": cross_entropy, "losses/conservative": term}
-        metrics |= {"losses/q": self.support.mean(logits), "charts/clamped": is_clamped.float()}
-        return loss, {name: value.detach() for name, value in metrics.items()}
+        return loss, metrics | {"losses/critic": loss.detach(), "losses/conservative": term.detach()}
+
+    def iql_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the cross-entropy, with V' = V(s') (IQL, eq. 6), plus V's loss.
+
+        That is the expectile regression of V on min_i Q̄_i of the data's actions (IQL, eq. 5): |τ - 1(u < 0)| u².
+        """
+        values, next_values = self.state_value(torch.cat([batch.obs, batch.next_obs])).squeeze(-1).chunk(2)
+        u = self.target_values(batch.obs, batch.actions) - values
+        value_loss = (torch.where(u < 0, 1.0 - self.args.expectile, self.args.expectile) * u.square()).mean()
+        cross_entropy, metrics = self.cross_entropy(batch, next_values.detach())
+        loss = cross_entropy + value_loss
+        metrics |= {"losses/critic": loss.detach(), "losses/value": value_loss.detach(), "losses/v": values.detach()}
+        return loss, metrics
 
     def distill_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the imitation loss on candidates drawn with probability ∝ exp Q, one of them the batch's action."""
@@ -279,8 +305,9 @@ class PARL:
             base_loss, metrics = self.imitation_loss(batch)
             self.base_optimizer.minimize(base_loss)
             return metrics
+        loss = self.iql_loss if self.args.critic_loss == "iql" else self.cal_ql_loss
         for part in batch.slices(self.args.batch_size):
-            critic_loss, metrics = self.critic_loss(part)
+            critic_loss, metrics = loss(part)
             self.critic_optimizer.minimize(critic_loss)
             self.update_target_critic()
         if online:
@@ -295,7 +322,7 @@ def train(args: Args) -> Result:
     args = with_presets(args, PRESETS)
     run = Run("pa_rl", args)
     rewards, failure, size = RewardTransform(shift=args.reward_shift), args.failure_reward, args.utd * args.batch_size
-    discount = args.gamma if args.calibrated else None
+    discount = args.gamma if args.calibrated and args.critic_loss == "cal-ql" else None
     data = OfflineToOnline(args, run, rewards, discount=discount, failure=failure, online_batch=size)
     rollout = data.rollout()
     agent = PARL(args, rollout.obs_dim, rollout.action_dim, run.device)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def make_agent(action_dim: int = 2, **changed: Any) -> PARL:
     }  # fmt: skip
     agent = PARL(with_presets(Args(**given | changed), PRESETS), 3, action_dim, torch.device("cpu"))
     noise = torch.Generator().manual_seed(7)
-    for network in (agent.critic, agent.target_critic):
+    for network in (agent.critic, agent.target_critic, agent.state_value):
         for parameter in network.parameters():  # no scale at 1, no shift at 0, targets unlike the critics
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=noise)
     agent.support.set_range(-4.0, 6.0)
@@ -130,7 +131,7 @@ def label(value: float) -> Array:
     return np.diff(below) / (below[-1] - below[0])
 
 
-def test_critic_loss_equals_an_independent_formula(monkeypatch: pytest.MonkeyPatch):
+def test_cal_ql_loss_equals_an_independent_formula(monkeypatch: pytest.MonkeyPatch):
     """With the operator replaced: OPT(s) is half of the first two observations, within the box."""
     agent, batch = make_agent(gamma=0.9), batch_of()
     monkeypatch.setattr(agent, "improve", lambda obs, rng: ((0.5 * obs[None, :, :2]).tanh(), torch.ones(1, len(obs))))
@@ -152,11 +153,41 @@ def test_critic_loss_equals_an_independent_formula(monkeypatch: pytest.MonkeyPat
         entries = [*(of(each) for each in uniform), *(policy * N), data]
         assert len(entries) == 3 * N + 1
         terms.append(np.mean([log_sum_exp([entry[row] for entry in entries]) - data[row] for row in range(20)]))
-    loss, metrics = agent.critic_loss(batch)
+    loss, metrics = agent.cal_ql_loss(batch)
     assert loss.item() == pytest.approx(np.mean(entropies) + 0.3 * np.mean(terms), rel=1e-5)
     assert metrics["charts/clamped"].mean().item() == ((target < -4) | (target > 6)).mean()
     gradients = torch.autograd.grad(loss, [*agent.base.parameters()], allow_unused=True)
     assert all(gradient is None for gradient in gradients)
+
+
+def test_iql_loss_equals_an_independent_formula(monkeypatch: pytest.MonkeyPatch):
+    """No action is chosen: the operator is not asked."""
+    agent, batch = make_agent(gamma=0.9, critic_loss="iql", expectile=0.8), batch_of()
+    monkeypatch.setattr(agent, "improve", None)
+    agent.state_value[-1].bias.data += 2.0  # so that it is above some of the values
+    state = agent.generator.get_state()
+    obs, actions, rewards, next_obs, terminations, _ = numbers(batch)
+    of_target = Drawn(agent.generator).integers(E, 2)
+
+    def value(states: Array) -> Array:
+        return forward(states, layers(SimpleNamespace(net=agent.state_value)))[:, 0]
+
+    labels = np.stack([label(each) for each in rewards + 0.9 * (1 - terminations) * value(next_obs)])
+    entropies = [-(labels * np.log(histogram(agent.critic, obs, actions, i))).sum(-1).mean() for i in range(E)]
+    above = np.maximum(found := values(agent.target_critic, obs, actions, of_target).min(0) - value(obs), 0)
+    regression = np.mean(0.8 * above**2 + 0.2 * (found - above) ** 2)
+    assert (above == found).any()
+    assert (above != found).any()
+    loss, metrics = agent.iql_loss(batch)
+    assert loss.item() == pytest.approx(np.mean(entropies) + regression, rel=1e-5)
+    assert metrics["losses/value"].item() == pytest.approx(regression, rel=1e-5)
+    of_critics = torch.autograd.grad(loss, agent.critic.parameters(), retain_graph=True)
+    assert all(gradient.abs().sum() > 0 for gradient in of_critics)
+    gradients = torch.autograd.grad(loss, agent.state_value.parameters())
+    agent.generator.set_state(state)
+    final, _ = agent.iql_loss(batch._replace(terminations=torch.ones(20)))  # whose label has no V(s')
+    alone = torch.autograd.grad(final, agent.state_value.parameters())
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(gradients, alone, strict=True))
 
 
 def test_actions_are_distilled_with_the_probability_of_their_values(monkeypatch: pytest.MonkeyPatch):
@@ -180,13 +211,15 @@ def test_actions_are_distilled_with_the_probability_of_their_values(monkeypatch:
     torch.testing.assert_close(metrics["losses/choice_entropy"].mean(), expected)
 
 
-@pytest.mark.parametrize("policy", ["flow", "diffusion"])
-def test_each_phase_changes_its_own_networks(policy: str):
-    agent, batch = make_agent(policy=policy, batch_size=10), batch_of()
-    networks = ("base", "critic", "target_critic", "support")
+@pytest.mark.parametrize(
+    "form", [{"policy": "flow"}, {"policy": "diffusion"}, {"critic_loss": "iql"}], ids=["flow", "diffusion", "iql"]
+)
+def test_each_phase_changes_its_own_networks(form: dict[str, str]):
+    agent, batch = make_agent(batch_size=10, **form), batch_of()
+    networks = ("base", "critic", "target_critic", "support", *(["state_value"] if "critic_loss" in form else []))
+    learning = {*networks} - {"base", "support"}
     for online, imitate, moving in (
-        (False, True, {"base"}), (False, False, {"critic", "target_critic"}),
-        (True, False, {"base", "critic", "target_critic"}),
+        (False, True, {"base"}), (False, False, learning), (True, False, {"base", *learning}),
     ):  # fmt: skip
         before = {name: {k: v.clone() for k, v in getattr(agent, name).state_dict().items()} for name in networks}
         agent.update(batch, online, imitate)
@@ -205,14 +238,15 @@ def test_targets_follow_after_each_step():
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_base_policy_with_two_modes_comes_to_act_in_the_better_one():
+@pytest.mark.parametrize("critic_loss", ["cal-ql", "iql"])
+def test_a_base_policy_with_two_modes_comes_to_act_in_the_better_one(critic_loss: str):
     """The data are at ±0.6, three quarters at -0.6, and the reward is -(a - 0.6)². The base policy has both modes.
 
     With the critics, the better one is chosen, although the base policy stays as it was. Distilled, it moves there.
     """
     agent = make_agent(
         action_dim=1, hidden=(32, 32), flow_hidden=(64, 64), critics=2, bins=51, samples=16, candidates=2,
-        cql_weight=0.005, critic_lr=2e-3, actor_lr=2e-3, distill_lr=1e-3, improve_steps=1,
+        cql_weight=0.005, critic_lr=2e-3, actor_lr=2e-3, distill_lr=1e-3, improve_steps=1, critic_loss=critic_loss,
     )  # fmt: skip
     agent.support.set_range(-2.0, 0.5)
     rng, obs = torch.Generator().manual_seed(0), np.ones((1_000, 3), np.float32)
@@ -232,6 +266,36 @@ def test_a_base_policy_with_two_modes_comes_to_act_in_the_better_one():
     assert all(torch.equal(a, b) for a, b in zip(before, agent.base.parameters(), strict=True))
     learn(150, 64, online=True, imitate=False)
     assert learn(0, 0, online=False, imitate=True) > share + 0.2  # by the base policy alone
+
+
+def test_with_the_loss_of_iql_values_are_those_of_the_data():
+    """A chain s → s' → end. V(s') is the 0.5-expectile, so the mean, of rewards 0 and 1, and Q(s, a) is γ V(s')."""
+    agent = make_agent(
+        critic_loss="iql", expectile=0.5, gamma=0.8, tau=0.05, critic_lr=3e-3, hidden=(32, 32), bins=51, critics=2
+    )
+    agent.support.set_range(-0.5, 1.5)
+    rng, first, second = torch.Generator().manual_seed(0), torch.tensor([1.0, 0, 0]), torch.tensor([0, 1.0, 0])
+    is_last = torch.arange(128) % 2
+    obs, next_obs = (torch.where(is_last[:, None] == flag, second, first) for flag in (1, 0))
+    for _ in range(600):
+        rewards = is_last * torch.randint(2, (128,), generator=rng)
+        actions = torch.rand((128, 2), generator=rng) * 2 - 1
+        agent.update(Batch(obs, actions, rewards.float(), next_obs, is_last.float()), online=False)
+    found = agent.state_value(torch.stack([first, second])).flatten()
+    torch.testing.assert_close(found, torch.tensor([0.4, 0.5]), atol=0.05, rtol=0)
+    on_first = agent.value(first.expand(128, 3), actions[None])
+    torch.testing.assert_close(on_first, torch.full_like(on_first, 0.4), atol=0.1, rtol=0)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_updates_with_the_loss_of_iql_are_recorded_and_need_no_finished_episode(
+    small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+):
+    form = {"critic_loss": "iql", "calibrated": True, "flow_steps": 1, "base_steps": 0, "improve_steps": 0}
+    module("pa_rl").train(small("pa_rl", compile=True, total_steps=40, eval_episodes=0, **form))
+    said = capsys.readouterr().err
+    assert said.count("compiled in ") >= 2
+    assert "eager" not in said
 
 
 def test_base_steps_are_half_of_the_offline_steps_or_none_with_a_base_policy(tmp_path: Path):
