@@ -142,12 +142,13 @@ def algorithms_table() -> Table:
             continue
         name, paper = path.stem, re.search(r"arXiv\s(\d+\.\d+)", text)
         seeds, theirs = (runs.get((name, HEADLINE[0]), {}) for runs in (online(), published()))
-        results = f"[on our own datasets](docs/{'offline.md' if name in ALGORITHMS else f'{name}.md#results'})"
+        is_offline, page = "OfflineArgs" in text, "offline.md" if name in ALGORITHMS else f"{name}.md#results"
+        results = f"[{'on our own datasets' if is_offline else 'with other flags'}](docs/{page})"
         returns = results if name in ran else "not run"
         if seeds:
             known = f"; published {spread_at(theirs, HEADLINE[1])}" if theirs else ""
             returns = f"{spread_at(seeds, HEADLINE[1])}{known}"
-        data = "offline to online" if "OfflineArgs" in text else "online"
+        data = "offline to online" if is_offline else "online"
         table.rows.append(
             [
                 f"[{display_name(name)}](docs/{name}.md)",
@@ -237,6 +238,11 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     },
     "docs/critics.md": {
         "sac settings": partial(settings_table, "sac", "sac-hl-gauss", "HL-Gauss, α = 0.01", (100_000, 300_000))
+    },
+    "docs/crossq.md": {
+        "sac and crossq": partial(
+            settings_table, "sac", "crossq-256", "CrossQ, critics of 256", (100_000, 300_000), first="SAC"
+        )
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
