@@ -38,10 +38,10 @@ SHARED = Path(os.environ.get("ONRAMP_SHARED", ROOT.parent / "shared"))
 COMMON = {
     "env": "Pendulum-v1",
     "hidden": (16, 16),
-    "total_steps": 400,
-    "eval_every": 200,
+    "total_steps": 200,
+    "eval_every": 100,
     "eval_episodes": 2,
-    "checkpoint_every": 100,
+    "checkpoint_every": 50,
     "device": "cpu",
 }
 ALGORITHMS = tuple(sorted(path.stem for path in (ROOT / "algos").glob("*.py") if path.stem != "__init__"))

@@ -305,8 +305,8 @@ def bound_by_permissions(folder: Path) -> Iterator[None]:
 
 
 def stopped_run(folder: Path) -> None:
-    """A run killed after its checkpoint of step 200."""
-    assert killed_at("sac", [("update", 500)], *flags(run_dir=folder)).returncode == 0
+    """A run killed after its checkpoint of step 100."""
+    assert killed_at("sac", [("update", 250)], *flags(run_dir=folder)).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_the_traceback_of_an_environment_is_in_the_run(run, tmp_path: Path, vect
 
 @pytest.mark.parametrize("algo", sorted({*with_flag("critic_lr")} - {*OFFLINE}))
 def test_non_finite_loss(run, tmp_path: Path, algo: str):
-    result = run(*flags(algo, run_dir=tmp_path / "run", critic_lr=1e30), algo=algo)
+    result = run(*flags(algo, run_dir=tmp_path / "run", total_steps=400, critic_lr=1e30), algo=algo)
     assert_refused(result, 1, "non-finite actions", "learning rate")
     assert not (tmp_path / "run" / "DONE").exists()
     path = tmp_path / "run" / "checkpoint" / "state.pt"
@@ -439,7 +439,7 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
     (tmp_path / "drifting.py").write_text(code)
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
-    assert killed_at("sac", [("update", 500)], *arguments, env=environ).returncode == 0
+    assert killed_at("sac", [("update", 250)], *arguments, env=environ).returncode == 0
     result = command(*arguments, env=environ)
     assert result.returncode == 0
     assert result.stderr.count("is not reproducible, so it starts a new episode") == 1

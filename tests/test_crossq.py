@@ -221,5 +221,5 @@ def test_log_deviation_is_held_in_wide_bounds():
 
 def test_kills_change_nothing_when_renormalisation_begins(tmp_path: Any):
     """The count of passes is in the checkpoint."""
-    changed = {"renorm_after": 100, "num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20}
+    changed = {"renorm_after": 100, "num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20, "total_steps": 400}
     assert_kills_change_nothing("crossq", changed, [("step", 130), ("update", 150), ("any", 3)], tmp_path)

@@ -166,5 +166,5 @@ def test_log_deviation_is_held_in_its_bounds():
 
 def test_kills_change_nothing_with_the_running_deviation(tmp_path: Path):
     """It is in the checkpoint."""
-    changed = {"num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20, "tau": 0.1}
+    changed = {"num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20, "total_steps": 400, "tau": 0.1}
     assert_kills_change_nothing("dsac_t", changed, [("step", 130), ("update", 150), ("any", 3)], tmp_path)

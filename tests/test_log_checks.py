@@ -39,9 +39,9 @@ MUTATIONS = [flipped, other_digit, moved]
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of SAC that was killed after its checkpoint of step 200."""
+    """A run of SAC that was killed after its checkpoint of step 100."""
     folder = tmp_path_factory.mktemp("stopped") / "1"
-    assert killed_at("sac", [("update", 500)], *flags(run_dir=folder)).returncode == 0
+    assert killed_at("sac", [("update", 250)], *flags(run_dir=folder)).returncode == 0
     return folder
 
 

@@ -50,13 +50,13 @@ def put(path: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped after its checkpoint of step 200."""
+    """A run that was stopped after its checkpoint of step 100."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     report = Run.report
 
     def killed(run: Run, metrics: Any) -> None:
         report(run, metrics)
-        if run.step == 220:
+        if run.step == 120:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,7 @@ def test_a_file_of_the_wrong_kind_ends_in_one_line(copied: Path, capsys: pytest.
         clear(copied)
         shutil.copytree(kept, copied)
         put(copied / name, kind)
-        status, said = outcome(copied, capsys, total_steps=400)
+        status, said = outcome(copied, capsys)
         if name in replaced[kind]:
             assert status == 0, (name, said)
         else:
@@ -217,7 +217,7 @@ def test_a_run_notices_what_happens_to_its_folder(tmp_path: Path, capsys: pytest
     report = Run.report
 
     def changed(run: Run, metrics: Any) -> None:
-        if run.step == 250:
+        if run.step == 150:
             change(folder)
         report(run, metrics)
 
@@ -273,7 +273,7 @@ def test_an_older_run_keeps_the_name_of_its_event_file(copied: Path, capsys: pyt
         assert list(copied.glob("events*")) == [old]
         steps = [event.step for event in EventFileLoader(str(old)).Load() if event.HasField("summary")]
         assert steps == sorted(steps)
-        assert {0, 200, 400} <= set(steps)
+        assert {0, 100, 200} <= set(steps)
 
 
 def test_a_log_that_may_not_be_written(copied: Path, capsys: pytest.CaptureFixture[str]):

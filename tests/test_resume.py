@@ -214,7 +214,7 @@ def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.Capt
     assert "nothing to do" not in capsys.readouterr().err
     before = (small(algo).run_dir / "evaluations.csv").read_bytes()
     again = module(algo).train(small(algo))
-    assert "is finished (400 steps): nothing to do" in capsys.readouterr().err
+    assert "is finished (200 steps): nothing to do" in capsys.readouterr().err
     assert first == again
     rows = list(csv.DictReader(before.decode().splitlines()))
     last = [(float(row["return"]), int(row["length"])) for row in rows if row["step"] == rows[-1]["step"]]
@@ -306,7 +306,7 @@ def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch:
         module("sac").train(small())
     monkeypatch.setattr(ReplayBuffer, "add", add)
     assert kept.traceback
-    module("sac").train(small(checkpoint_every=50))  # what does not change the result may change
+    module("sac").train(small(checkpoint_every=25))  # what does not change the result may change
     assert (small().run_dir / "DONE").exists()
     module("sac").train(small(run_dir=small().run_dir.with_name("other")))
     assert same(final_state(small().run_dir), final_state(small().run_dir.with_name("other")))
@@ -315,7 +315,7 @@ def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch:
 
 def test_a_run_on_auto_continues_where_it_was(small, monkeypatch: pytest.MonkeyPatch):
     """And not on another device, whose numbers are others."""
-    module("sac").train(small(device="auto", total_steps=200))
+    module("sac").train(small(device="auto", total_steps=100))
     path = small().run_dir / "config.json"
     module("sac").train(small(device="cpu"))
     text = path.read_text().replace('"gpu": null', '"gpu": "a card"').replace('"cpu",', '"auto",')
@@ -324,9 +324,9 @@ def test_a_run_on_auto_continues_where_it_was(small, monkeypatch: pytest.MonkeyP
     path.write_text(json.dumps(config))
     (path.parent / "DONE").write_text("{}")
     with pytest.raises(InputError, match=r"device \(cuda there, cpu here\)"):
-        module("sac").train(small(device="auto", total_steps=600))
+        module("sac").train(small(device="auto", total_steps=300))
     before = (small().run_dir / "evaluations.csv").read_bytes()
-    assert module("sac").train(small(device="auto")).step == 400
+    assert module("sac").train(small(device="auto")).step == 200
     assert (small().run_dir / "evaluations.csv").read_bytes() == before
 
 
@@ -339,7 +339,7 @@ def test_a_flag_that_is_newer_than_the_run_counts_as_its_default(small):
     (path.parent / "DONE").write_text("{}")
     with pytest.raises(InputError, match="vectorizer \\(sync there, async here\\)"):
         module("sac").train(small(vectorizer="async"))
-    assert module("sac").train(small()).step == 400
+    assert module("sac").train(small()).step == 200
     assert json.loads(path.read_text()) == config
 
 
@@ -391,5 +391,5 @@ def test_replay_files_are_deleted_once_no_checkpoint_needs_them(small, monkeypat
 
     monkeypatch.setattr(checkpoint, "save", save)
     module("sac").train(args)
-    assert loaded == list(range(20, 400, 20))
+    assert loaded == list(range(20, 200, 20))
     assert len(list((folder / "replay").glob("*.rows"))) == 3

@@ -291,5 +291,6 @@ def test_a_given_range_leaves_rewards_as_they_are():
 def test_kills_change_nothing_with_histograms(critic: str, tmp_path: Path):
     """In two environments. The reward scale and its sums are in the checkpoint."""
     changed = {"critic": critic, "bins": 11, "dropout": 0.1, "layer_norm": True, "critics": 3, "target_critics": 2,
-               "policy_delay": 3, "num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20}  # fmt: skip
+               "policy_delay": 3, "num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20,
+               "total_steps": 400}  # fmt: skip
     assert_kills_change_nothing("sac", changed, [("step", 130), ("update", 100), ("any", 3)], tmp_path)

@@ -195,7 +195,7 @@ class TestBatches:
 class TestRuns:
     @pytest.mark.parametrize("retain", ["append", "mix"])
     def test_killed_in_the_middle_resumes_bit_for_bit(self, retain: str, small: Any, tmp_path: Path) -> None:
-        changed = {"weighting": "advantage", "retain": retain, "compile": False}
+        changed = {"weighting": "advantage", "retain": retain, "compile": False, "total_steps": 400}
         module("iql").train(small("iql", **changed, run_dir=tmp_path / "whole"))
         lines = flags("iql", **changed, run_dir=tmp_path / "killed")
         assert killed_at("iql", [("step", 150), ("online step", 130)], *lines).returncode == 0
