@@ -75,7 +75,10 @@ def test_another_seed_is_another_run(algo: str, small, reference):
     assert networks
     for name in networks:
         assert not same(final_state(a)["agent"][name], final_state(b)["agent"][name])
-    assert algo not in with_flag("buffer_size") or replay_bytes(a)[:400] != replay_bytes(b)[:400]
+    if replay_bytes(a):  # CQL's has finished episodes alone, and this run has none
+        assert replay_bytes(a)[:400] != replay_bytes(b)[:400]
+    else:
+        assert algo == "cql" or algo not in with_flag("buffer_size")
 
 
 def test_training_and_evaluation_have_their_own_seeds():
