@@ -305,9 +305,9 @@ class PARL:
             base_loss, metrics = self.imitation_loss(batch)
             self.base_optimizer.minimize(base_loss)
             return metrics
-        loss = self.iql_loss if self.args.critic_loss == "iql" else self.cal_ql_loss
+        loss_of = self.iql_loss if self.args.critic_loss == "iql" else self.cal_ql_loss
         for part in batch.slices(self.args.batch_size):
-            critic_loss, metrics = loss(part)
+            critic_loss, metrics = loss_of(part)
             self.critic_optimizer.minimize(critic_loss)
             self.update_target_critic()
         if online:

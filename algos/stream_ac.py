@@ -9,7 +9,7 @@ each step. Running statistics normalise observations and rewards, and nine of te
 from the equations, because the authors' code may not be copied.
 
 Choices that differ from the paper:
-- A truncated episode bootstraps from its final observation, as everywhere here. The paper counts it as terminated, and
+- A truncated episode bootstraps from its final observation, as in all our files. The paper counts it as terminated, and
   gives the agent the time as an input, which is then not needed.
 - Several environments take turns: each has traces of its own, and all change the same networks.
 - Each unit keeps one weight at least, also with few observations. Normalised values are clipped to ±10.

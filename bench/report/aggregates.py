@@ -134,13 +134,13 @@ def returns_table(algo: str) -> Table:
     return table
 
 
-def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...], first: str = "defaults") -> Table:
-    """Return the table of returns at equal steps with an algorithm's defaults, headed `first`, and with other runs.
+def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...], default_label: str = "defaults") -> Table:
+    """Return the table of returns at equal steps with an algorithm's defaults and in other runs.
 
-    The latter are in results/ablations/<other>. The last column is the probability that such a run returns more than
-    one with the defaults.
+    The latter are in results/ablations/<other>. The labels head their columns. The last column is the probability that
+    such a run returns more than one with the defaults.
     """
-    table = Table(("", "steps", first, label, "probability of improvement"))
+    table = Table(("", "steps", default_label, label, "probability of improvement"))
     kept, changed = online(), online("ablations")
     pairs = {env: (seeds, kept[algo, env]) for (name, env), seeds in sorted(changed.items()) if name == other}
     for step in steps:

@@ -142,7 +142,8 @@ def algorithms_table() -> Table:
             continue
         name, paper = path.stem, re.search(r"arXiv\s(\d+\.\d+)", text)
         seeds, theirs = (runs.get((name, HEADLINE[0]), {}) for runs in (online(), published()))
-        is_offline, page = "OfflineArgs" in text, "offline.md" if name in ALGORITHMS else f"{name}.md#results"
+        is_offline = "OfflineArgs" in text
+        page = "offline.md" if name in ALGORITHMS else f"{name}.md#results"
         results = f"[{'on our own datasets' if is_offline else 'with other flags'}](docs/{page})"
         returns = results if name in ran else "not run"
         if seeds:
@@ -241,7 +242,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     },
     "docs/crossq.md": {
         "sac and crossq": partial(
-            settings_table, "sac", "crossq-256", "CrossQ, critics of 256", (100_000, 300_000), first="SAC"
+            settings_table, "sac", "crossq-256", "CrossQ, critics of 256", (100_000, 300_000), default_label="SAC"
         )
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
