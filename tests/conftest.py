@@ -46,6 +46,7 @@ COMMON = {
 }
 ALGORITHMS = tuple(sorted(path.stem for path in (ROOT / "algos").glob("*.py") if path.stem != "__init__"))
 EXAMPLE = "sac"  # of tests for which any algorithm would do
+EVERYTHING = os.environ.get("ONRAMP_TESTS") == "all"
 PENDULUM = ROOT / "tests" / "pendulum-random.hdf5"  # its recipe is inside
 
 
@@ -55,13 +56,13 @@ def module(algo: str) -> ModuleType:
 
 OFFLINE = tuple(algo for algo in ALGORITHMS if issubclass(module(algo).Args, OfflineArgs))  # begin with a dataset
 every_algorithm = pytest.mark.parametrize("algo", ALGORITHMS)
+long = pytest.mark.skipif(not EVERYTHING, reason="long, and much like another: ONRAMP_TESTS=all runs it")
 
 
 def some(*algos: str) -> list[str]:
     """These algorithms, for a test whose cases are long and much alike; every one with ONRAMP_TESTS=all."""
     assert {*algos} <= {*ALGORITHMS}
-    everything = os.environ.get("ONRAMP_TESTS") == "all"
-    return [algo for algo in ALGORITHMS if everything or algo in algos]
+    return [algo for algo in ALGORITHMS if EVERYTHING or algo in algos]
 
 
 def with_flag(*names: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import agent_of, command, flags, module, small_of, with_flag
+from conftest import agent_of, command, flags, long, module, small_of, with_flag
 from d4rl_file import make
 from formulas import Drawn, make_batch
 from test_fql import flow_actions, joined, make_agent, values
@@ -339,8 +339,9 @@ EXTRACTIONS = [*((algo, {}) for algo in with_flag("chunk")), ("fql", {"extractio
 
 @pytest.mark.parametrize(
     ("algo", "changed", "retain"),
-    [("fql", {}, "append"), ("fql", {"extraction": "best-of-n", "samples": 4}, "none"), ("rlpd", {}, "mix"),
-     ("dsrl", {}, "none")],
+    [("fql", {}, "append"), ("rlpd", {}, "mix"),
+     pytest.param("fql", {"extraction": "best-of-n", "samples": 4}, "none", marks=long),
+     pytest.param("dsrl", {}, "none", marks=long)],
 )  # fmt: skip
 def test_kills_in_the_middle_of_a_chunk_change_nothing(algo: str, changed: dict[str, Any], retain: str, tmp_path: Path):
     """In two environments whose episodes have 1 to 6 steps, so that their plans are at different places."""

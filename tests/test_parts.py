@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import agent_of, updates_of
+from conftest import agent_of, long, updates_of
 from test_recorded import Owner, random_batch
 from torch import Tensor, fx
 
@@ -29,7 +29,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return made
 
 
-@pytest.mark.parametrize("algo", ["wsrl", "rlpd", "expo"])
+@pytest.mark.parametrize("algo", ["wsrl", "rlpd", pytest.param("expo", marks=long)])
 @pytest.mark.parametrize("slices", [2, 8])
 def test_the_critics_steps_of_an_update_share_their_code(algo: str, slices: int, graphs: list[fx.GraphModule]):
     """Of two slices and of eight: what comes before them, one step, and what comes after. The numbers are eager's."""

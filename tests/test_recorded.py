@@ -61,7 +61,7 @@ def test_a_recorded_update_equals_the_eager_one(algo: str, request: pytest.Fixtu
     A difference is measured against how far the update moves the tensor. Compiling takes long, so most algorithms'
     recordings are interpreted. What a run compiles, it compares itself (`Recording.check`).
     """
-    if algo not in some("sac", "ppo", "fql", "wsrl"):
+    if algo not in some("sac", "fql"):
         request.getfixturevalue("interpreted")
     agent = agent_of(algo)
     update = updates_of(agent)
@@ -88,7 +88,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert replay_bytes(a) == replay_bytes(b)
 
 
-@pytest.mark.parametrize("algo", some("sac", "iql"))
+@pytest.mark.parametrize("algo", some("sac"))
 def test_recorded_runs_are_deterministic_and_resume_exactly(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
     """The same bits twice, and after a kill; the form is in config.json, and the run is not the eager one."""
     made = {name: small(algo, compile=name != "eager", run_dir=tmp_path / name) for name in ("eager", "a")}
@@ -471,7 +471,7 @@ def test_every_update_and_action_of_a_run_is_recorded(
     algo: str, small: Callable[..., RunArgs], capsys: pytest.CaptureFixture[str]
 ):
     """In each phase, and with batches of online transitions alone and of both kinds."""
-    kinds = ("none", "mix") if algo in some("iql", "wsrl") else ("mix",)
+    kinds = ("none", "mix") if algo in some("wsrl") else ("mix",)
     for retain in kinds if algo in OFFLINE and algo != "bc" else (None,):
         chosen = {} if retain is None else {"retain": retain}
         args = small(algo, compile=True, total_steps=200, run_dir=Path(f"run-{retain}"), **chosen)

@@ -71,13 +71,13 @@ def test_kills_in_every_place_and_at_random_instants(
 ):
     """One run: killed in each place in turn, stopped by Ctrl-C, and killed at random, by SIGKILL.
 
-    SAC and WSRL are killed at every write of a checkpoint, and 8 times at random. Others are killed at one write, and 4
-    times at random. The logs have each step once.
+    SAC and WSRL are killed at every write of a checkpoint, and 8 times at random. Others are killed at one write, and
+    twice at random. The logs have each step once.
     """
     is_thorough = algo in some("sac", "wsrl")
-    kills = 4 if is_thorough else 2
+    kills = 4 if is_thorough else 1
     phase = (small_of(algo).get("warmup_steps", 0) or small_of(algo).get("random_steps", 0)) // num_envs
-    total = 1_000 if is_thorough or algo in with_flag("rollout_steps") else 500  # PPO's checkpoints are rarer
+    total = 1_000 if is_thorough or algo in with_flag("rollout_steps") else 300  # PPO's checkpoints are rarer
     arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total, "eval_every": 100,
                  "eval_episodes": 1, "checkpoint_every": 25}  # fmt: skip
     if algo in (EXAMPLE, OFFLINE[0]):  # the smallest networks whose products oneDNN computes
@@ -86,16 +86,18 @@ def test_kills_in_every_place_and_at_random_instants(
     if algo in with_flag("overlap"):  # what waits at a checkpoint is done behind it
         arguments["overlap"] = vectorizer == "sync"
     step, early, late = ("async step", 75, 33) if vectorizer == "async" else ("step", 150, 83)
-    places = [(step, early), ("update", 75), ("evaluation", 1), ("fsync", 5), ("rename", 1)]
+    places = [(step, early), ("update", 75), ("fsync", 5)]
     if is_thorough:
-        places[3:] = [*(("fsync", n) for n in range(1, 10)), ("save", 1), ("rename", 1), ("rename", 2)]
-        places += [(step, late), ("update", 62), ("evaluation", 2)]
+        places = [(step, early), ("update", 75), ("evaluation", 1), *(("fsync", n) for n in range(1, 10)), ("save", 1),
+                  ("rename", 1), ("rename", 2), (step, late), ("update", 62), ("evaluation", 2)]  # fmt: skip
     if phase:  # in the random steps or the warm-up, with its last and with the first behind it
         places = [*(("online step", n) for n in (phase // 2, phase, phase + 1)), *places]
     elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
-        places += [("online step", 1), ("online step", 150)]
+        places += [("online step", 1), ("online step", 100)]
     if algo in OFFLINE:
-        arguments |= {"offline_steps": 400 if is_thorough else 200, "online_steps": 500}
+        arguments |= (
+            {"offline_steps": 400, "online_steps": 500} if is_thorough else {"offline_steps": 100, "online_steps": 350}
+        )
     if not any(isinstance(value, Adam) for value in vars(agent_of(algo)).values()):
         places = [(place, n) for place, n in places if place != "update"]  # which is a call of Adam
     places = [("any", kills), *places, ("Ctrl-C", 10), ("any", kills)]
@@ -113,8 +115,8 @@ def test_kills_in_every_place_and_at_random_instants(
 @pytest.mark.parametrize(
     ("algo", "num_envs"),
     [
-        *((algo, 2) for algo in some("cql", "expo", "wsrl") if algo in OFFLINE),
-        *((algo, 1) for algo in some("fql", "wsrl") if algo in OFFLINE),
+        *((algo, 2) for algo in some("cql", "wsrl") if algo in OFFLINE),
+        *((algo, 1) for algo in some("wsrl") if algo in OFFLINE),
     ],
 )
 def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, num_envs: int):
@@ -128,7 +130,7 @@ def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, num_env
 
 @pytest.mark.parametrize(
     ("algo", "num_envs"),
-    [*((algo, 3) for algo in some("iql", "sac", "wsrl") if algo in with_flag("overlap")), (EXAMPLE, 1)],
+    [*((algo, 3) for algo in some("sac", "wsrl") if algo in with_flag("overlap")), (EXAMPLE, 1)],
 )
 def test_kills_between_a_step_and_its_pending_updates(algo: str, tmp_path: Path, num_envs: int):
     """The checkpoint of step 120 holds the updates that wait for the next action, with their arguments."""
@@ -183,7 +185,7 @@ def test_a_checkpoint_with_other_parts_is_refused(algo: str, part: str, missing:
     ("algo", "number", "status", "vectorizer"),
     [
         (EXAMPLE, signal.SIGINT, 130, "async"),
-        *((algo, signal.SIGTERM, 143, "sync") for algo in (EXAMPLE, OFFLINE[0])),
+        (OFFLINE[0], signal.SIGTERM, 143, "sync"),
     ],
 )
 def test_a_signal_saves_a_checkpoint_that_the_command_resumes(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import COMMON
+from conftest import COMMON, long
 from formulas import Array, assert_log_std_is_clamped, forward, layers, make_batch, normed, parameters, values
 from test_resume import assert_kills_change_nothing
 
@@ -287,7 +287,7 @@ def test_a_given_range_leaves_rewards_as_they_are():
     assert make_agent().histogram is None
 
 
-@pytest.mark.parametrize("critic", ["hl-gauss", "c51"])
+@pytest.mark.parametrize("critic", [pytest.param("hl-gauss", marks=long), "c51"])
 def test_kills_change_nothing_with_histograms(critic: str, tmp_path: Path):
     """In two environments. The reward scale and its sums are in the checkpoint."""
     changed = {"critic": critic, "bins": 11, "dropout": 0.1, "layer_norm": True, "critics": 3, "target_critics": 2,

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from conftest import ROOT, final_state, module, same
+from conftest import ROOT, final_state, long, module, same
 from filelock import FileLock
 
 from bench.sweep import sweep
@@ -588,6 +588,7 @@ class TestSweeps:
         assert start(path, folder, "--cpus", "2").wait(timeout=300) == 0
         assert_same(folder, undisturbed)
 
+    @long
     def test_a_cluster_shares_the_runs_and_outlives_a_node(self, start, suite, undisturbed: Path, tmp_path: Path):
         """Two nodes with a CPU each. One is killed in the middle of a run; the other finishes all."""
         path = suite(RUN.format(steps=4000, seeds=3))

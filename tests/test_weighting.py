@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, command, final_state, flags, killed_at, module, replay_bytes, same
+from conftest import OFFLINE, command, final_state, flags, killed_at, long, module, replay_bytes, same
 from d4rl_file import make
 from test_offline_to_online import transitions
 
@@ -193,7 +193,7 @@ class TestBatches:
 
 
 class TestRuns:
-    @pytest.mark.parametrize("retain", ["append", "mix"])
+    @pytest.mark.parametrize("retain", [pytest.param("append", marks=long), "mix"])
     def test_killed_in_the_middle_resumes_bit_for_bit(self, retain: str, small: Any, tmp_path: Path) -> None:
         changed = {"weighting": "advantage", "retain": retain, "compile": False, "total_steps": 400}
         module("iql").train(small("iql", **changed, run_dir=tmp_path / "whole"))
