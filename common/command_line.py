@@ -52,6 +52,7 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         start.end_imports()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack Greek letters
+        _refuse_another_checkout(Path(sys.argv[0]))
         with exit_if_unread():
             args = parse(arguments)
         report_out_of_memory(train)(args)
@@ -79,6 +80,21 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
         cure = "make room" if is_full else "correct that"
         log_error(f"{program}: {error.strerror} ({where}): {cure}, then run the same command again", error)
         raise SystemExit(1) from None
+
+
+def _refuse_another_checkout(program: Path) -> None:
+    """Raise InputError if `program` is part of one checkout, and Python imported this file from another.
+
+    `pip install -e` makes the packages of one checkout importable in the whole virtual environment, so the program of
+    another one would run with them, and only the commit in its config.json would tell.
+    """
+    roots = (root for root in program.resolve().parents if (root / "common" / "command_line.py").exists())
+    imported, own = Path(__file__).resolve().parents[1], next(roots, None)
+    if own not in (None, imported):
+        raise InputError(
+            f"it belongs to {own}, but Python imports `common` from {imported}: run `pip install -e {own}` or set "
+            f"PYTHONPATH={own}"
+        )
 
 
 def _with_placeholders(arguments: type[T], unset: dict[str, Unset]) -> type[T]:

@@ -1,8 +1,10 @@
-"""Set-up happens once, and again when its inputs change."""
+"""Set-up happens once, and again when its inputs change. It is that of the checkout whose program runs."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -90,3 +92,19 @@ def test_what_running_needs_is_declared():
     needed = set(re.findall(r"^([\w-]+)==", first, re.MULTILINE))
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.match(r"[\w-]+", each)[0] for each in declared} == needed
+
+
+def test_the_program_of_another_checkout_is_refused(tmp_path: Path):
+    """Where Python imports the packages of this one, as after `pip install -e`. With its own, the program starts."""
+    for name in ("algos", "common", "envs", "offline"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    line = [sys.executable, str(tmp_path / "algos" / "sac.py"), "--help"]
+    refused, started = (
+        subprocess.run(line, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=False)
+        for root in (ROOT, tmp_path)
+    )
+    assert (refused.returncode, started.returncode) == (2, 0)
+    assert refused.stderr == (
+        f"sac.py: it belongs to {tmp_path}, but Python imports `common` from {ROOT}: run `pip install -e {tmp_path}` "
+        f"or set PYTHONPATH={tmp_path}\n"
+    )
