@@ -95,7 +95,7 @@ def kill_at_random(kills: int) -> None:
         os.kill(child, signal.SIGKILL)
         was_killed(child)
         steps.append(checkpoint.load(path)["logger"]["step"] if path.exists() else 0)
-    sys.stderr.write(f"\n{kills} kills, checkpoint before each at step {steps}\n")
+    sys.stderr.write(f"\nkilled at random, with checkpoints of steps {steps}\n")
 
 
 def modified(path: Path) -> int:
