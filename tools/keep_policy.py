@@ -23,7 +23,7 @@ from common.command_line import command_line
 from common.errors import InputError
 from common.evaluate import TOGETHER, evaluate
 from common.messages import print_result
-from common.policy_file import SUFFIX, names_for_acting, write_policy
+from common.policy_file import SUFFIX, names_for_acting, read_policy, write_policy
 from common.run_folder import task_name, without_folders
 from common.seeding import seeds
 from envs.make import make
@@ -37,7 +37,8 @@ class Args:
     name: Annotated[str, tyro.conf.Positional]
     """Name of the policy: <algorithm>/<environment or dataset>."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Runs of the same algorithm and environment or dataset, or policy files."""
+    """Runs of the same algorithm and environment or dataset, or policy files.
+    A kept policy brings the seeds that it was chosen from."""
 
 
 def name_of(run: Trained) -> str:
@@ -55,6 +56,13 @@ def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
     return [episode.return_ for episode in evaluate(policy, envs, each)]
 
 
+def candidates(run: Trained, mean: float) -> list[list[float]]:
+    """Return the run's seed and mean return, or those of all seeds that a kept policy was chosen from."""
+    kept = read_policy(run.path).facts if run.path.is_file() else {}
+    chosen_from: list[list[float]] = kept.get("chosen_from", [[run.arguments["seed"], mean]])
+    return chosen_from
+
+
 def main(args: Args) -> Path:
     """Write the policy and return its file. Raise InputError if the runs are of another algorithm or task."""
     torch.set_num_threads(1)
@@ -69,7 +77,7 @@ def main(args: Args) -> Path:
     env = make(env_id, **settings)
     obs = env.reset(seed=0)[0][None]
     agent = load_agent(best, obs.shape[1], flatdim(env.action_space), best.arguments["seed"])
-    chosen_from = [[run.arguments["seed"], mean] for run, mean in zip(runs, means, strict=True)]
+    chosen_from = [pair for run, mean in zip(runs, means, strict=True) for pair in candidates(run, mean)]
     mean = statistics.mean(returns)
     facts = {"algo": best.algo, "arguments": without_folders(best.arguments), "obs_dim": obs.shape[1],
              "step": best.facts["step"], "return": mean, "returns": returns, "chosen_from": chosen_from}  # fmt: skip
