@@ -137,12 +137,14 @@ def returns_table(algo: str) -> Table:
 def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...], default_label: str = "defaults") -> Table:
     """Return the table of returns at equal steps with an algorithm's defaults and in other runs.
 
-    The latter are in results/ablations/<other>. The labels head their columns. The last column is the probability that
-    such a run returns more than one with the defaults.
+    The latter are in results/ablations/<other>, or in results/<other> if they are of another algorithm with its own
+    defaults. The labels head their columns. The last column is the probability that such a run returns more than one
+    with the defaults.
     """
     table = Table(("", "steps", default_label, label, "probability of improvement"))
-    kept, changed = online(), online("ablations")
-    pairs = {env: (seeds, kept[algo, env]) for (name, env), seeds in sorted(changed.items()) if name == other}
+    kept = online()
+    others = sorted((online("ablations") | kept).items())
+    pairs = {env: (seeds, kept[algo, env]) for (name, env), seeds in others if name == other}
     for step in steps:
         found = {env: [list(there(seeds, step).values()) for seeds in pair] for env, pair in pairs.items()}
         found = {env: values for env, values in found.items() if all(values)}
