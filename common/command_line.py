@@ -85,15 +85,15 @@ def command_line(train: Callable[[T], object], arguments: type[T]) -> None:
 def _refuse_another_checkout(program: Path) -> None:
     """Raise InputError if `program` is part of one checkout, and Python imported this file from another.
 
-    `pip install -e` makes the packages of one checkout importable in the whole virtual environment, so the program of
-    another one would run with them, and only the commit in its config.json would tell.
+    After `pip install -e`, every program in the virtual environment imports the packages of the installed checkout. A
+    program of another checkout would run with them, and only the commit in its config.json would tell.
     """
     roots = (root for root in program.resolve().parents if (root / "common" / "command_line.py").exists())
     imported, own = Path(__file__).resolve().parents[1], next(roots, None)
     if own not in (None, imported):
         raise InputError(
-            f"it belongs to {own}, but Python imports `common` from {imported}: run `pip install -e {own}` or set "
-            f"PYTHONPATH={own}"
+            f"it belongs to {own}, but Python imports `common` from {imported}: run `make setup` in {own} and use its "
+            f".venv, or set PYTHONPATH={own}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, agent_class, module, small_of, with_flag
+from conftest import OFFLINE, agent_class, long, module, small_of, with_flag
 
 from common.acting import uniform_actions
 from common.replay_buffer import ReplayBuffer
@@ -61,7 +61,7 @@ def test_actions_lie_in_the_box_and_differ_where_they_should(algo: str):
 
 
 @off_policy
-@pytest.mark.parametrize(("utd", "num_envs"), [(1, 1), (2, 4)])
+@pytest.mark.parametrize(("utd", "num_envs"), [(1, 1), pytest.param(3, 1, marks=long), (2, 4)])
 def test_updates_for_each_environment_step(
     algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, utd: int, num_envs: int
 ):

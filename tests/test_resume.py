@@ -25,6 +25,7 @@ from conftest import (
     final_state,
     flags,
     killed_at,
+    long,
     module,
     replay_bytes,
     same,
@@ -186,6 +187,7 @@ def test_a_checkpoint_with_other_parts_is_refused(algo: str, part: str, missing:
     [
         (EXAMPLE, signal.SIGINT, 130, "async"),
         (OFFLINE[0], signal.SIGTERM, 143, "sync"),
+        pytest.param(EXAMPLE, signal.SIGTERM, 143, "sync", marks=long),
     ],
 )
 def test_a_signal_saves_a_checkpoint_that_the_command_resumes(

@@ -1,4 +1,4 @@
-"""Set-up happens once, and again when its inputs change. It is that of the checkout whose program runs."""
+"""Set-up happens once, and again when its inputs change. A program needs that of its own checkout."""
 
 import os
 import re
@@ -105,6 +105,6 @@ def test_the_program_of_another_checkout_is_refused(tmp_path: Path):
     )
     assert (refused.returncode, started.returncode) == (2, 0)
     assert refused.stderr == (
-        f"sac.py: it belongs to {tmp_path}, but Python imports `common` from {ROOT}: run `pip install -e {tmp_path}` "
-        f"or set PYTHONPATH={tmp_path}\n"
+        f"sac.py: it belongs to {tmp_path}, but Python imports `common` from {ROOT}: run `make setup` in {tmp_path} "
+        f"and use its .venv, or set PYTHONPATH={tmp_path}\n"
     )

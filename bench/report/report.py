@@ -245,10 +245,10 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
             settings_table, "sac", "crossq-256", "CrossQ, critics of 256", (100_000, 300_000), default_label="SAC"
         )
     },
+    "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/dsac_t.md": {
         "sac and dsac-t": partial(settings_table, "sac", "dsac_t", "DSAC-T", (100_000, 300_000), default_label="SAC")
     },
-    "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
     "docs/ogbench.md": {"ogbench": ogbench_table},
     "docs/ppo.md": {
