@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -88,7 +89,8 @@ def _refuse_another_checkout(program: Path) -> None:
     After `pip install -e`, every program in the virtual environment imports the packages of the installed checkout. A
     program of another checkout would run with them, and only the commit in its config.json would tell.
     """
-    roots = (root for root in program.resolve().parents if (root / "common" / "command_line.py").exists())
+    # Path.exists would raise PermissionError in a folder that may not be searched.
+    roots = (root for root in program.resolve().parents if os.path.exists(root / "common" / "command_line.py"))
     imported, own = Path(__file__).resolve().parents[1], next(roots, None)
     if own not in (None, imported):
         raise InputError(
