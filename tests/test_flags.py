@@ -66,14 +66,12 @@ def test_every_flag_is_documented_by_its_docstring(algo: str):
                 assert isinstance(text.value, ast.Constant)
 
 
-@pytest.mark.parametrize(
-    ("algo", "flag"),
-    [(algo, name) for algo in ALGORITHMS for name in booleans(module(algo).Args) if name != "compile"],
-)
+@every_algorithm
+@pytest.mark.parametrize("value", [False, True])
 def test_both_branches_of_every_boolean_flag(
-    algo: str, flag: str, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
+    algo: str, value: bool, small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch
 ):
-    """A run with the value that its other tests do not have gets to its end, with both if they leave it unset.
+    """A run with every one of them set, and one with none, get to their ends.
 
     --track with a stand-in: Weights & Biases itself needs an account. --compile is in test_recorded.py.
     """
@@ -81,10 +79,9 @@ def test_both_branches_of_every_boolean_flag(
     wandb.__spec__ = ModuleSpec("wandb", None)
     wandb.init = lambda **_: types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for value in {False, True} - {getattr(small(algo), flag)}:
-        args = small(algo, total_steps=60, **{flag: value}, run_dir=small(algo).run_dir / str(value))
-        module(algo).train(args)
-        assert (args.run_dir / "DONE").exists()
+    chosen = {flag: value for flag in booleans(module(algo).Args) if flag != "compile"}
+    module(algo).train(args := small(algo, total_steps=60, **chosen))
+    assert (args.run_dir / "DONE").exists()
 
 
 @pytest.mark.parametrize(
