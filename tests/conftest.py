@@ -22,6 +22,7 @@ import torch
 
 from common import checkpoint, recorded
 from common.arguments import RunArgs
+from common.launch import Launch
 from common.replay_buffer import Batch, ReplayBuffer
 from offline.offline_to_online import OfflineArgs, with_presets
 
@@ -179,6 +180,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings are compared with new ones at the end of a run alone, not at its 10th and 100th report too."""
+    check = Launch.check
+    monkeypatch.setattr(Launch, "check", lambda launch, now: check(launch, now=now) if now else None)
+
+
+@pytest.fixture
 def small(tmp_path: Path) -> Callable[..., RunArgs]:
     """Arguments of a run of seconds, in a folder of this test's."""
     return lambda algo=EXAMPLE, **changed: module(algo).Args(
@@ -192,6 +200,12 @@ def current_folder_of_its_own(tmp_path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         yield
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test cuts the power, and waiting for the disk takes a third of a short run in this process."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture(autouse=True)

@@ -356,7 +356,7 @@ def test_a_chunked_policy_is_exported_and_collects(
     algo: str, changed: dict[str, Any], small: Callable[..., Any], tmp_path: Path
 ):
     """The file's chunk has the shape [1, h, action_dim]. Collected actions are those planned at each third step."""
-    module(algo).train(small(algo, chunk=3, online_steps=20, offline_steps=20, **changed))
+    module(algo).train(small(algo, chunk=3, online_steps=20, offline_steps=20, time_limit=200, **changed))
     run = tmp_path / "run"
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(export.main(export.Args(str(run))))
@@ -396,14 +396,14 @@ def test_windows_of_a_dataset_on_the_disk_are_the_same(tmp_path: Path):
         assert one is other is None or torch.equal(one, other)
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted", "checked_once")
 def test_updates_on_windows_are_recorded(small: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
     """Of both sources, and of the buffer alone."""
-    for retain in ("append", "mix", "none"):
+    for retain in ("mix", "none"):
         run_dir = Path(f"run-{retain}")
-        module("fql").train(small("fql", chunk=3, compile=True, total_steps=200, retain=retain, run_dir=run_dir))
+        module("fql").train(small("fql", chunk=3, compile=True, total_steps=150, retain=retain, run_dir=run_dir))
     said = capsys.readouterr().err
-    assert said.count("compiled in ") >= 6
+    assert said.count("compiled in ") >= 4
     assert "eager" not in said
 
 

@@ -40,6 +40,7 @@ from tools import export
 from tools.policies import load_policy
 
 SMALL = COMMON | {
+    "time_limit": 50,  # else evaluations take most of a run
     "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "warmup_steps": 60,
 }  # fmt: skip
 STEPS, B, H = 4, 1.5, 2  # Euler steps, scale of the noise, actions in a chunk
@@ -351,7 +352,7 @@ def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
     warm_up, steps = first // 2, args.online_steps // 2
     assert unsteered == [True] * warm_up + [False] * (steps - warm_up)
     evaluations = 1 if first else 2  # the last one, and that after the switch
-    assert len(evaluated) == (200 + 1) * evaluations  # steps of Pendulum, and one that finds what acting reads
+    assert len(evaluated) == (50 + 1) * evaluations  # steps of an episode, and one that finds what acting reads
     assert stored(args.run_dir).actions.abs().max() <= 1.0
 
 
@@ -468,7 +469,7 @@ def test_a_steered_policy_of_each_form_is_exported(form: dict[str, Any], small: 
     np.testing.assert_allclose(run(path, obs.astype(np.float32)), 2 * policy(obs.astype(np.float32)), atol=2e-5)
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted", "checked_once")
 @pytest.mark.parametrize("form", NEW_FORMS)
 def test_updates_of_each_form_are_recorded(
     form: dict[str, Any], small: Callable[..., Any], capsys: pytest.CaptureFixture[str]

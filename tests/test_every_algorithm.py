@@ -104,7 +104,7 @@ def test_an_episode_that_could_not_be_restored_is_forgotten(
     algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     """Else its first part would be joined to another, and the return-to-go of both be wrong."""
-    changed = {"offline_steps": 1, "calibrated": True} | (
+    changed = {"offline_steps": 1, "calibrated": True, "time_limit": 200} | (
         {"online_cql": True} if algo in with_flag("online_cql") else {}
     )
     module(algo).train(small(algo, online_steps=150, **changed))

@@ -157,11 +157,11 @@ def test_a_value_of_another_type_is_refused(given: dict[str, Any], wanted: str):
 @every_algorithm
 def test_arguments_in_strings_train(algo: str, small: Callable[..., RunArgs], tmp_path: Path):
     """Every argument of a small run as a string or a list, as a notebook's form or a JSON file has them."""
-    arguments = dataclasses.asdict(small(algo, run_dir=tmp_path / "strings"))
+    arguments = dataclasses.asdict(small(algo, total_steps=60, run_dir=tmp_path / "strings"))
     numbers = {name: str(v) for name, v in arguments.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     numbers |= {name: list(map(str, v)) for name, v in arguments.items() if isinstance(v, tuple)}
     args = module(algo).Args(**arguments | numbers | {"run_dir": str(tmp_path / "strings")})
-    assert args == small(algo, run_dir=tmp_path / "strings")
+    assert args == small(algo, total_steps=60, run_dir=tmp_path / "strings")
     module(algo).train(args)
     assert (tmp_path / "strings" / "DONE").exists()
 

@@ -49,7 +49,7 @@ def test_a_captured_run_equals_an_eager_one(
     """To its end and bit for bit: more than a hundred updates, in every phase, and all that a checkpoint holds."""
     more = {"overlap": overlap} if algo in with_flag("overlap") else {}
     for cuda_graph in (False, True):
-        args = small(algo, total_steps=240, cuda_graph=cuda_graph, run_dir=tmp_path / str(cuda_graph), **more)
+        args = small(algo, total_steps=200, cuda_graph=cuda_graph, run_dir=tmp_path / str(cuda_graph), **more)
         module(algo).train(args)
     replays = [kind.calls - WARM_UP for each in as_on_a_gpu for kind in each._entries.values()]
     assert len(as_on_a_gpu) == 2  # act, update

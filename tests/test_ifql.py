@@ -15,7 +15,7 @@ from common.replay_buffer import Batch
 from offline.dataset import read
 from offline.offline_to_online import with_presets
 
-SMALL = COMMON | {"batch_size": 16, "buffer_size": 10_000, "flow_steps": 3, "samples": 4}
+SMALL = COMMON | {"batch_size": 16, "buffer_size": 10_000, "flow_steps": 3, "samples": 4, "time_limit": 50}
 STEPS, SAMPLES = 4, 6
 
 

@@ -47,14 +47,15 @@ def test_the_tests_of_every_algorithm_find_a_new_file(project: Path) -> None:
     """All are collected, as for the file that it is a copy of. The quick ones of each kind run."""
     asking = re.compile(r"^@every_algorithm|\bwith_flag\(", re.MULTILINE)
     files = sorted(path for path in (project / "tests").glob("test_*.py") if asking.search(path.read_text()))
-    line = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = os.environ | {"PYTHONPATH": str(project)}
     run = functools.partial(subprocess.run, cwd=project, env=environment, capture_output=True, text=True, check=False)
-    collected = run([*line, "--collect-only", "-k", NAME]).stdout
-    tests = re.findall(rf"<Function (\w+)\[\S*{NAME}\S*\]>", collected)
+    collected = run([*line, "--collect-only", "-q", "-k", NAME, *map(str, files)]).stdout
+    tests = re.findall(rf"::(\w+)\[\S*{NAME}\S*\]$", collected, re.MULTILINE)
     assert len(tests) >= 90, collected
     assert len(set(tests)) >= 50, collected
-    done = run([*line, "-k", f"{NAME} and ({' or '.join(QUICK)})"])
+    with_quick = [path for path in files if any(quick in path.read_text() for quick in QUICK)]
+    done = run([*line, "-v", "-k", f"{NAME} and ({' or '.join(QUICK)})", *map(str, with_quick)])
     assert done.returncode == 0, done.stdout + done.stderr
     passed = set(re.findall(rf"::(\w+)\[\S*{NAME}\S*\] PASSED", done.stdout))
     assert all(any(quick in name for name in passed) for quick in QUICK), done.stdout

@@ -19,6 +19,7 @@ from common.replay_buffer import Batch
 from offline.offline_to_online import with_presets
 
 SMALL = COMMON | {
+    "time_limit": 50,  # else evaluations take most of a run
     "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "critics": 3, "bins": 11,
     "samples": 4, "candidates": 2, "improve_steps": 1, "cql_actions": 2, "base_steps": 40,
     "calibrated": False,  # so that online transitions are sampled before their episode ends
@@ -287,7 +288,7 @@ def test_with_the_loss_of_iql_values_are_those_of_the_data():
     torch.testing.assert_close(on_first, torch.full_like(on_first, 0.4), atol=0.1, rtol=0)
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreted", "checked_once")
 def test_updates_with_the_loss_of_iql_are_recorded_and_need_no_finished_episode(
     small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ):

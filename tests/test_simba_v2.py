@@ -16,7 +16,9 @@ from common.optim import Adam
 from common.replay_buffer import Batch, ReplayBuffer
 from common.sphere import Block, Features, Scale, UnitLinear, project, unit
 
-SMALL = COMMON | {"critic_hidden": (16, 16), "batch_size": 16, "learning_starts": 50, "buffer_size": 10_000}
+SMALL = COMMON | {
+    "critic_hidden": (16, 16), "batch_size": 16, "learning_starts": 50, "buffer_size": 10_000, "time_limit": 50,
+}  # fmt: skip
 
 
 def make_agent(**changed: Any) -> SIMBAV2:
