@@ -39,7 +39,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rename": (Path, "replace"),
     "Ctrl-C": (common.run.Run, "report"),
 }
-os.fsync = lambda file: None  # what a killed process wrote is there without it
+os.fsync = lambda file: None  # the kernel keeps what a killed process wrote
 STATUS = {"end": 0, "Ctrl-C": 130}  # of a training that no SIGKILL ends
 
 

@@ -40,7 +40,7 @@ from tools import export
 from tools.policies import load_policy
 
 SMALL = COMMON | {
-    "time_limit": 50,  # else evaluations take most of a run
+    "time_limit": 50,
     "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "warmup_steps": 60,
 }  # fmt: skip
 STEPS, B, H = 4, 1.5, 2  # Euler steps, scale of the noise, actions in a chunk

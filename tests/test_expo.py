@@ -18,7 +18,7 @@ from envs import rollout
 from offline.offline_to_online import OfflineToOnline
 
 SMALL = COMMON | {
-    "time_limit": 50,  # else evaluations take most of a run
+    "time_limit": 50,
     "size": "small", "batch_size": 16, "buffer_size": 10_000, "width": 16, "blocks": 1, "denoising_steps": 3,
     "critics": 3, "target_critics": 2, "dropout": 0.1, "utd": 2, "base_samples": 2, "edits": 2, "random_steps": 70,
     "edit_scale": 0.3,

@@ -46,8 +46,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[GraphedFunction[Any]]:
 def test_a_captured_run_equals_an_eager_one(
     algo: str, overlap: bool, small: Callable[..., Any], tmp_path: Path, as_on_a_gpu: list[GraphedFunction[Any]]
 ):
-    """To its end and bit for bit: more than a hundred updates, in every phase, and all that a checkpoint holds."""
-    more = {"overlap": overlap} if algo in with_flag("overlap") else {}
+    """To its end and bit for bit: more than a hundred replays, in every phase, and all that a checkpoint holds."""
+    more = {"time_limit": 50} | ({"overlap": overlap} if algo in with_flag("overlap") else {})
     for cuda_graph in (False, True):
         args = small(algo, total_steps=200, cuda_graph=cuda_graph, run_dir=tmp_path / str(cuda_graph), **more)
         module(algo).train(args)

@@ -19,7 +19,7 @@ from common.replay_buffer import Batch
 from offline.offline_to_online import with_presets
 
 SMALL = COMMON | {
-    "time_limit": 50,  # else evaluations take most of a run
+    "time_limit": 50,
     "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "critics": 3, "bins": 11,
     "samples": 4, "candidates": 2, "improve_steps": 1, "cql_actions": 2, "base_steps": 40,
     "calibrated": False,  # so that online transitions are sampled before their episode ends

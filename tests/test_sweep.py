@@ -494,9 +494,9 @@ def train_without_sweep(path: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of 3,000 steps that nothing killed."""
+    """Three runs of 4,000 steps that nothing killed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "mine.toml").write_text(RUN.format(steps=3000, seeds=3))
+    (folder / "mine.toml").write_text(RUN.format(steps=4000, seeds=3))
     return train_without_sweep(str(folder / "mine.toml"), folder)
 
 
@@ -566,7 +566,7 @@ class TestSweeps:
     def test_kills_of_a_run_a_worker_and_the_driver_change_nothing(
         self, start, suite, undisturbed: Path, tmp_path: Path
     ):
-        path = suite(RUN.format(steps=3000, seeds=3))
+        path = suite(RUN.format(steps=4000, seeds=3))
         folder = tmp_path / "runs"
         process = start(path, folder, "--cpus", "2")
         wait_for(lambda: checkpoints(folder))
@@ -591,7 +591,7 @@ class TestSweeps:
     @long
     def test_a_cluster_shares_the_runs_and_outlives_a_node(self, start, suite, undisturbed: Path, tmp_path: Path):
         """Two nodes with a CPU each. One is killed in the middle of a run; the other finishes all."""
-        path = suite(RUN.format(steps=3000, seeds=3))
+        path = suite(RUN.format(steps=4000, seeds=3))
         temporary = tempfile.mkdtemp(prefix="ray-")  # a socket's path may not be long
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--num-cpus=1", "--disable-usage-stats"]
         port = free_port()
