@@ -181,7 +181,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings are compared with new ones at the end of a run alone, not at its 10th and 100th report."""
+    """Recordings are compared with new ones only at the end of a run, not at its 10th and 100th report."""
     check = Launch.check
     monkeypatch.setattr(Launch, "check", lambda launch, now: check(launch, now=now) if now else None)
 
@@ -204,7 +204,7 @@ def current_folder_of_its_own(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test cuts the power, and a short run spends a third of its time on the disk. Programs of their own do so."""
+    """No test cuts the power, and a short run spends a third of its time waiting for the disk."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 

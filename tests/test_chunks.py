@@ -403,7 +403,7 @@ def test_windows_of_a_dataset_on_the_disk_are_the_same(tmp_path: Path):
 def test_updates_on_windows_are_recorded(small: Callable[..., Any], capsys: pytest.CaptureFixture[str]):
     """Of both sources, and of the buffer alone."""
     changed = {"chunk": 3, "compile": True, "total_steps": 150, "warmup_steps": 20}
-    for retain in ("append", "none"):
+    for retain in ("append", "mix", "none"):
         module("fql").train(small("fql", retain=retain, run_dir=Path(f"run-{retain}"), **changed))
         said = capsys.readouterr().err
         assert said.count("compiled in ") == 3  # the update in two phases, and the action

@@ -25,7 +25,7 @@ from common.arguments import RunArgs
 from common.seeding import seeds
 from envs.make import make
 
-EPISODES = {"time_limit": 50, "eval_episodes": 1}  # some end: a buffer may hold finished ones alone
+EPISODES = {"time_limit": 50, "eval_episodes": 1}  # some end: CQL stores only finished ones
 
 
 def run(args: RunArgs) -> tuple[Path, str]:

@@ -146,7 +146,7 @@ def test_a_result_may_be_a_number():
     assert results == {"number": 3.0, "nothing": None}
 
 
-@pytest.mark.usefixtures("interpreted", "checked_once")
+@pytest.mark.usefixtures("interpreted")
 def test_an_extended_run_keeps_its_form(
     small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -471,9 +471,9 @@ def test_a_missing_compiler_is_named(tmp_path: Path):
 def test_every_update_and_action_of_a_run_is_recorded(
     algo: str, small: Callable[..., RunArgs], capsys: pytest.CaptureFixture[str]
 ):
-    """In each phase. Of those with a dataset, WSRL's online batches hold online transitions alone, the others' both."""
-    kinds = ("none", "mix") if EVERYTHING else ("none" if algo == "wsrl" else "mix",)
-    for retain in kinds if algo in OFFLINE and algo != "bc" else (None,):
+    """In each phase, with batches of online transitions alone (WSRL) or of both kinds (the others)."""
+    retained = ("none", "mix") if EVERYTHING else ("none" if algo == "wsrl" else "mix",)
+    for retain in retained if algo in OFFLINE and algo != "bc" else (None,):
         chosen = {} if retain is None else {"retain": retain}
         args = small(algo, compile=True, total_steps=150, time_limit=50, run_dir=Path(f"run-{retain}"), **chosen)
         module(algo).train(args)
@@ -483,7 +483,7 @@ def test_every_update_and_action_of_a_run_is_recorded(
         assert "eager" not in said
 
 
-@pytest.mark.usefixtures("interpreted", "checked_once")
+@pytest.mark.usefixtures("interpreted")
 def test_an_update_that_cannot_be_recorded_stays_eager(
     small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -498,7 +498,7 @@ def test_an_update_that_cannot_be_recorded_stays_eager(
     assert (args.run_dir / "DONE").exists()
 
 
-@pytest.mark.usefixtures("interpreted", "checked_once")
+@pytest.mark.usefixtures("interpreted")
 def test_a_failed_compilation_makes_a_new_run_eager(
     small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -591,7 +591,7 @@ def test_checks_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch):
         assert all(0.0 <= b - a - took - every <= 1.0 for a, b in itertools.pairwise(later))
 
 
-@pytest.mark.usefixtures("interpreted", "checked_once")
+@pytest.mark.usefixtures("interpreted")
 def test_another_compiler_is_named_at_the_resume(
     small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -85,14 +85,14 @@ def test_kills_in_every_place_and_at_random_instants(
     if algo in (EXAMPLE, OFFLINE[0]):  # the smallest networks whose products oneDNN computes
         assert MIN_ONEDNN_MULTIPLICATIONS == 128 * 128 * 64
         arguments |= {"hidden": (128, 128), "batch_size": 64}
-    if algo in with_flag("overlap"):  # what waits at a checkpoint is done behind it
+    if algo in with_flag("overlap"):  # what waits at a checkpoint is done after it
         arguments["overlap"] = vectorizer == "sync"
     step, early, late = ("async step", 75, 33) if vectorizer == "async" else ("step", 75 * num_envs, 83)
     places = [(step, early), ("update", 75), ("fsync", 5)]
     if is_thorough:
         places = [(step, early), ("update", 75), ("evaluation", 1), *(("fsync", n) for n in range(1, 10)), ("save", 1),
                   ("rename", 1), ("rename", 2), (step, late), ("update", 62), ("evaluation", 2)]  # fmt: skip
-    if phase:  # in the random steps or the warm-up, with its last and with the first behind it
+    if phase:  # in the random steps or the warm-up, with its last and with the first after it
         places = [*(("online step", n) for n in (phase // 2, phase, phase + 1)), *places]
     elif algo in OFFLINE:  # at the switch, and where a checkpoint holds online transitions
         places += [("online step", 1), ("online step", 100)]
@@ -122,7 +122,7 @@ def test_kills_in_every_place_and_at_random_instants(
     ],
 )
 def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, num_envs: int):
-    """Before the switch, at it, in the warm-up or what stands in its place, and behind it."""
+    """Before the switch, at it, in the warm-up or what stands in its place, and after it."""
     others = [each for each in ("none", "append", "mix") if each != module(algo).Args.retain]
     retain = others[num_envs - 1]
     arguments = {"num_envs": num_envs, "retain": retain, "warmup_steps": 120, "offline_steps": 200, "online_steps": 500}
@@ -230,7 +230,7 @@ def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.Capt
 
 @every_algorithm
 def test_a_finished_run_continues_with_more_steps(algo: str, tmp_path: Path):
-    """As if it had been given all of them at once; three environments end behind the last of their first steps."""
+    """As if it had been given all of them at once; three environments end after the last of their first steps."""
     name = "online_steps" if algo in OFFLINE else "total_steps"
     arguments = {"num_envs": 3, "eval_every": 50, "eval_episodes": 1, "checkpoint_every": 50, "buffer_size": 90}
     if algo in OFFLINE:

@@ -19,9 +19,8 @@ every_offline_algorithm = pytest.mark.parametrize("algo", OFFLINE)
 
 def trained(small: Any, algo: str, dataset: str, env: str) -> list[dict[str, str]]:
     """The rows of evaluations.csv after 3 updates and 5 steps; `env` "" is the dataset's own."""
-    args = small(
-        algo, dataset=dataset, env=env, time_limit=None, offline_steps=3, online_steps=5, eval_episodes=1
-    )  # another limit has no reference
+    steps = {"offline_steps": 3, "online_steps": 5}
+    args = small(algo, dataset=dataset, env=env, time_limit=None, eval_episodes=1, **steps)  # others have no reference
     module(algo).train(args)
     rows = list(csv.DictReader((args.run_dir / "evaluations.csv").open()))
     assert {int(row["step"]) for row in rows} == {-3, 0, 1, 5}
