@@ -274,7 +274,7 @@ class RunArgs(Origin):
     """Environment steps between evaluations."""
     eval_episodes: NonNegativeInt = 10
     """Episodes in each evaluation, with the same seeds each time; 0 turns evaluation off.
-    The policy is deterministic, except EXPO's."""
+    The policy is deterministic, unless it only draws samples (docs/offline-to-online.md)."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
     track: bool = False

@@ -21,7 +21,10 @@ class RunError(Exception):
 
 
 class Stopped(SystemExit):
-    """A second signal ends the run at once. The environment's own SystemExit, which is an error, is not this one."""
+    """A second signal ends the run at once, and so does one during a compilation.
+
+    The environment's own SystemExit, which is an error, is not this one.
+    """
 
 
 def report_unraisable(said: "sys.UnraisableHookArgs") -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.acting import Agent
 from common.arguments import IF_IT_PAYS, RunArgs
 from common.cuda import GraphedFunction, compiled
-from common.errors import InputError, RunError
+from common.errors import InputError, RunError, Stopped
 from common.evaluate import Act
 from common.recorded import CannotCompile, RecordedFunction, Recording, compiler_version
 from common.tracing import CannotRecord
@@ -38,6 +38,7 @@ class Launch:
         self.agent: Agent  # its attributes hold the state of every wrapped function
         self.notify: Callable[[str], None]  # gets messages, after which the form may be another
         self.busy: Callable[..., AbstractContextManager[None]]  # shows what takes the time inside its block
+        self.signal: Callable[[], int]  # the signal that asks the run to stop, or 0
         self.versions: dict[str, str] = {}  # of what compiles
         self.is_resumed = False  # from a checkpoint that was made in this form
         self.form = self._chosen_form()
@@ -113,6 +114,9 @@ class Launch:
         except CannotRecord as error:  # so it is again when the run is resumed
             self.notify(f"note: an update or action stays eager, which is slower: {error}")
         except CannotCompile as error:
+            if number := self.signal():  # a terminal's Ctrl-C reaches the compiler too
+                self.notify("stopped while compiling: run the same command to resume from the last checkpoint, if any")
+                raise Stopped(128 + number) from None
             if self.is_resumed or self._recordings:
                 raise RunError(f"an update of this run cannot be compiled ({error}): {CURE}, {ANOTHER_RUN}") from None
             self.notify(self._stay_eager(error))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common import checkpoint, files, run_folder, start
+from common import checkpoint, files, process, run_folder, start
 from common.acting import Agent, eval_policy
 from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
@@ -66,12 +66,13 @@ class FinishedRun(Finished):
 
 
 def returns_result(train: Callable[[A], Result]) -> Callable[[A], Result]:
-    """Wrap `train` so that a run that is already finished returns its result."""
+    """Wrap `train` so that a run that is already finished returns its result, and the process stays as it was."""
 
     @functools.wraps(train)
     def wrapped(args: A) -> Result:
         try:
-            return train(args)
+            with process.as_before():
+                return train(args)
         except FinishedRun as finished:
             log.info(finished)
             return finished.result
@@ -122,7 +123,7 @@ class Run:
         self.launch = Launch(args, self.device)
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
-        self._signal, self._handlers = 0, dict[int, Any]()  # the signal handlers before this run
+        self._signal = 0
         self._grown: dict[str, Any] | None = None  # the config of a run that is being extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
@@ -167,6 +168,7 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._own_folder = run_folder.OwnFolder(self.folder)
+            process.at_end(self._rollout.close, self._own_folder.release)
             self._check_folder()  # again: another run may have started and ended here in the meantime
         except OSError as error:
             raise InputError(f"{self.folder} cannot be written ({error.strerror}): give another --run-dir") from None
@@ -192,12 +194,11 @@ class Run:
         self._policies.require_best()
         self.logger.score = self.score
         self.launch.notify, self.launch.busy = self._note_form, self.logger.progress.busy
+        self.launch.signal = lambda: self._signal
         self._previous_step = self.step
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in process.STOPS:
             with contextlib.suppress(ValueError):  # only the main thread can handle signals
-                handler = signal.signal(number, self._on_signal)
-                failed = getattr(handler, "__self__", None)  # an earlier run of this process that failed
-                self._handlers[number] = failed._handlers[number] if isinstance(failed, Run) else handler
+                signal.signal(number, self._on_signal)
         if saved is None:
             log.info(f"{self.name}: starts on {self.device}, in {self.folder}")
             if note:
@@ -206,9 +207,9 @@ class Run:
         log.info(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
             log.info("note: the updates of its last step were made one action earlier than in a run of the new length")
-        before = self._made_by().get("versions")
-        if before and before != self.config["versions"]:
-            changed = [name for name, version in self.config["versions"].items() if before.get(name) != version]
+        before, now = self._made_by().get("versions"), self.config["versions"]
+        if before and before != now:
+            changed = [name for name in now | before if before.get(name) != now.get(name)]
             log.warning(f"{', '.join(changed)} changed since the run began: its results may differ")
         return saved
 
@@ -346,15 +347,14 @@ class Run:
         return self._result()
 
     def _result(self) -> Result:
-        return Result(self.folder, self.last_step, read_last_evaluation(self.folder))
+        step = run_folder.finished_step(self.folder, self.last_step)
+        return Result(self.folder, step, read_last_evaluation(self.folder))
 
     def _close(self) -> None:
-        """Close everything, and leave the process as it was before the run."""
+        """Close everything."""
         self._rollout.close()
         self.logger.close()
         self._own_folder.release()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def _made_by(self) -> dict[str, Any]:
         return read_config(self.folder, f"is damaged: {checkpoint.RESTORE_OR_RESTART}")

@@ -111,6 +111,13 @@ def mark_finished(folder: Path, step: int, checksums: dict[str, str]) -> None:
         file.write(json.dumps(facts | {CHECKSUM: _checksum_of(facts)}).encode())
 
 
+def finished_step(folder: Path, otherwise: int) -> int:
+    """Return the last step of a finished run. The DONE of an older run may not state it."""
+    with contextlib.suppress(ValueError, TypeError, LookupError):
+        return int(json.loads(files.read_bytes(folder / DONE))["step"])
+    return otherwise
+
+
 def _checksum_of(facts: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(facts).encode()):08x}"
 
@@ -180,6 +187,11 @@ def without_folders(arguments: dict[str, Any]) -> dict[str, Any]:
         del paths["dataset"]  # an id
     short = {k: "/".join(path.parts[-3:]) if path.name.isdecimal() else path.name for k, path in paths.items()}
     return {name: value for name, value in arguments.items() if name != "run_dir"} | short
+
+
+def asked_end(arguments: dict[str, Any]) -> int:
+    """Return the step that a run was asked to reach. With several environments it may end a little later."""
+    return int(arguments.get("total_steps", arguments.get("online_steps", 0)))
 
 
 def task_name(arguments: dict[str, Any]) -> str:

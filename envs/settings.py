@@ -15,7 +15,8 @@ RESERVED = sorted({*inspect.signature(make).parameters, *inspect.signature(make_
 def require_constructor_arguments(kwargs: Mapping[str, Any]) -> None:
     """Raise InputError if one of `kwargs` cannot be meant for an environment's constructor, or has a wrong value."""
     if wrong := sorted(kwargs.keys() & {*RESERVED}):
-        raise InputError(f"--env-kwargs has {', '.join(wrong)}: give arguments of the environment's constructor only")
+        names = ", ".join(wrong)
+        raise InputError(f"--env-kwargs has {names}, which no constructor can get: register an id with this argument")
     for name in ("max_episode_steps", "action_repeat"):
         value = 1 if kwargs.get(name) is None else kwargs[name]
         if not (isinstance(value, int) and 0 < value < 2**31 and value is not True):
@@ -34,6 +35,9 @@ def settings_in(
     require_constructor_arguments(asked)
     if env_id != made_in or made_with is None:
         return asked
+    # Older files state arguments of the registration as text where they do not fit into JSON.
+    registered = find(env_id).kwargs
+    made_with = {k: v for k, v in made_with.items() if k not in registered or v != str(registered[k])}
     if not is_same_variant(env_id, made_with | asked, made_with):
         there, here = (json.dumps(k, default=str) for k in (made_with, asked))
         raise InputError(

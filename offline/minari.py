@@ -16,7 +16,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Space, flatdim
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, flatdim, flatten
 from huggingface_hub import constants
 from minari import MinariDataset, download_dataset, list_local_datasets, load_dataset
 from minari.dataset.minari_storage import MinariStorage
@@ -225,9 +225,10 @@ def _warn_of_walls(path: Path) -> None:
 
 
 def _is_vector(space: Space[Any]) -> bool:
-    if isinstance(space, Dict):
-        return all(_is_vector(entry) for entry in space.spaces.values())
-    return isinstance(space, Box)
+    """Return whether it is a box, or a dict of boxes and of what Gymnasium flattens to zeros and ones."""
+    if not isinstance(space, Dict):
+        return isinstance(space, Box)
+    return all(isinstance(e, Discrete | MultiBinary | MultiDiscrete) or _is_vector(e) for e in space.spaces.values())
 
 
 def _joined(space: Space[Any], values: Any) -> Array:
@@ -235,6 +236,8 @@ def _joined(space: Space[Any], values: Any) -> Array:
     if isinstance(space, Dict):
         return np.concatenate([_joined(entry, values[key]) for key, entry in space.spaces.items()], axis=1)
     array = np.asarray(values)
+    if not isinstance(space, Box):
+        array = np.stack([np.asarray(flatten(space, value)) for value in array])
     return array.reshape(len(array), -1)
 
 

@@ -218,7 +218,8 @@ def write_d4rl(
 
     Attributes: env and env_kwargs (to make the environment), action_low and action_high (the box of its actions), the
     recipe (JSON), and ref_min_score and ref_max_score if given. `env`: the environment as gym.make makes it.
-    `settings`: the arguments that `envs.make.make` got.
+    `settings`: the arguments that `envs.make.make` got. Arguments of the registration that do not fit into JSON, such
+    as a class, are left to it.
 
     Raises RunError if the file cannot be written.
     """
@@ -226,11 +227,19 @@ def write_d4rl(
     assert env.spec is not None  # an environment made by gym.make has one
     attributes = {
         "env": env_id,
-        "env_kwargs": json.dumps(env.spec.kwargs | (settings or {}), default=str),
+        "env_kwargs": json.dumps({k: v for k, v in (env.spec.kwargs | (settings or {})).items() if _fits_json(v)}),
         "action_low": box.low,
         "action_high": box.high,
     }
     _write_hdf5(path, _d4rl_arrays(transitions), attributes | _recipe_and_scores(recipe, ref_scores))
+
+
+def _fits_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _d4rl_arrays(transitions: Transitions) -> dict[str, Array]:

@@ -17,7 +17,7 @@ import minari
 import numpy as np
 import pytest
 from conftest import module
-from gymnasium.spaces import flatten
+from gymnasium.spaces import Box, flatten
 
 from common.command_line import command_line
 from common.errors import Finished, InputError, RunError
@@ -72,6 +72,37 @@ def test_reproducible_from_the_seed(env: str):
     assert equal(data, made("async.hdf5", env=env, vectorizer="async"))
     other = made("other.hdf5", env=env, seed=2)
     assert all((other[name] != data[name]).mean() > 0.99 for name in ("observations", "actions"))
+
+
+class Weighed(gym.Env[Any, Any]):
+    """Its registration has an argument that does not fit into JSON."""
+
+    observation_space, action_space = Box(-1, 1, (2,), np.float32), Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, weigh: Callable[[float], float], factor: float) -> None:
+        self.reward = weigh(factor)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        return np.zeros(2, np.float32), self.reward, False, False, {}
+
+
+gym.register("Weighed-v0", entry_point=Weighed, kwargs={"weigh": abs, "factor": -3.0}, max_episode_steps=5)
+
+
+@pytest.mark.parametrize("env_kwargs", [{"factor": -4.0}, {"factor": -4.0, "weigh": str(abs)}])
+def test_what_does_not_fit_into_json_is_left_to_the_registration(small, env_kwargs: dict[str, Any]):
+    """Older files have it as text."""
+    rewards = made(env="Weighed-v0", env_kwargs='{"factor": -4.0}', transitions=10)["rewards"]
+    assert set(rewards) == {4.0}
+    with h5py.File("data.hdf5", "a") as file:
+        assert json.loads(file.attrs["env_kwargs"]) == {"factor": -4.0}
+        file.attrs["env_kwargs"] = json.dumps(env_kwargs)
+    result = module("bc").train(small("bc", dataset="data.hdf5", env="", offline_steps=1, online_steps=0))
+    assert {episode.return_ for episode in result.episodes} == {20.0}
 
 
 def test_the_layout():
@@ -234,6 +265,18 @@ def test_the_buffer_of_a_run_that_scales_its_rewards(small, calibrated: bool, nu
         assert where.stop - where.start in (200, 820 // num_envs % 200)
 
 
+@pytest.mark.parametrize(("num_envs", "ends"), [(1, [50, 100, 130]), (2, [50, 65, 115, 130])])
+def test_the_buffer_of_a_run_with_chunks(small, num_envs: int, ends: list[int]):
+    """Its column of first transitions is not one of returns-to-go."""
+    changed = {"chunk": 3, "num_envs": num_envs, "time_limit": 50, "random_steps": 130, "eval_episodes": 0}
+    module("rlpd").train(args := small("rlpd", offline_steps=0, online_steps=130, **changed))
+    data = made(env=None, replay=args.run_dir)
+    assert [where.stop for where in episodes(data)] == ends
+    assert recipe()["cut_episodes"] == num_envs
+    for where in episodes(data):
+        assert np.array_equal(data["observations"][where][1:], data["next_observations"][where][:-1])
+
+
 def test_a_run_whose_dataset_brings_its_environment(small):
     """The run stores both, so its policy and its replay buffer need no --env."""
     made("offline.hdf5", transitions=400)
@@ -309,6 +352,10 @@ def test_bad_flags(run, tmp_path: Path, arguments: list[str], named: list[str]):
 def test_runs_that_cannot_be_replayed(small, tmp_path: Path):
     module("ppo").train(args := small("ppo", total_steps=40, eval_episodes=0))
     with pytest.raises(InputError, match="no replay buffer"):
+        made(env=None, replay=args.run_dir)
+    noise = {"recipe": "sac", "eval_episodes": 0, "run_dir": tmp_path / "noise"}
+    module("dsrl").train(args := small("dsrl", offline_steps=1, online_steps=5, warmup_steps=0, **noise))
+    with pytest.raises(InputError, match="stores the noise of its policy, not its actions"):
         made(env=None, replay=args.run_dir)
     module("sac").train(args := small(total_steps=60, eval_episodes=0, run_dir=tmp_path / "sac"))
     with pytest.raises(InputError, match=r"--env is Hopper-v4, but .* Pendulum-v1"):

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,19 @@ def test_the_score_is_that_of_the_tables_or_the_mean_of_the_last_evaluations(tmp
         assert found.scores == {("a", "T", 1): expected, ("b", "T", 1): expected}  # b's second did not get there
     assert compare.compare(Args(tmp_path, step=20, last=4)).scores == {}
     assert compare.compare(Args(tmp_path, step=10)).scores[("b", "T", 2)] == 2.0
+
+
+def test_runs_that_end_later_by_their_number_of_environments(tmp_path: Path):
+    """64 environments make 320 steps of 300, and are compared with one environment at 300."""
+    for name, last in (("a", 320), ("b", 300), ("c", 320)):
+        write(tmp_path / name / "T" / "1", {-10: [5.0], 0: [0.0], last: [float(last)]})
+        config = {"algo": "sac", "arguments": {"total_steps": 300}}
+        (tmp_path / name / "T" / "1" / "config.json").write_text(json.dumps(config))
+    found = compare.compare(Args(tmp_path))
+    assert found.steps == {"T": 300}
+    assert set(found.scores.values()) == {300.0}
+    assert compare.compare(Args(tmp_path, names=("a", "c"))).steps == {"T": 320}
+    assert set(compare.compare(Args(tmp_path, step=-5)).scores.values()) == {2.5}  # of updates on a dataset
 
 
 def test_all_against_one(tmp_path: Path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.spaces import Box, Dict, Discrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, flatten
 from minari.data_collector import EpisodeBuffer
 from minari.storage import remotes
 
@@ -83,6 +83,19 @@ def test_dict_observations_are_joined_as_the_environment_joins_them() -> None:
     dataset = load(name)
     assert dataset.column("obs")[1].tolist() == [1001, 999, 0, 0, 1, -1]
     assert dataset.column("next_obs")[1].tolist() == [1002, 998, 0, 0, 2, -2]
+
+
+def test_numbers_in_dict_observations_are_flattened_as_the_environment_does() -> None:
+    space = Dict({"where": PLAIN, "gear": Discrete(3, start=1), "on": MultiBinary(2), "of": MultiDiscrete([2, 3])})
+    gear, on, of = np.array([1, 3, 2, 1]), np.array([[0, 1], [1, 1], [1, 0], [0, 0]]), np.array([[0, 2]] * 4)
+
+    def parts(values: Any) -> dict[str, Any]:
+        return {"where": values, "gear": gear, "on": on.astype(np.int8), "of": of}
+
+    dataset = load(create([episode(3, 0.0, "truncated", parts)], obs_space=space))
+    each = {"gear": gear[1], "on": on[1].astype(np.int8), "of": of[1], "where": dataset.column("obs")[1, -2:]}
+    assert dataset.column("obs")[1].tolist() == flatten(space, each).tolist()
+    assert dataset.column("next_obs")[1, :3].tolist() == [0, 1, 0]
 
 
 def test_the_environment_is_recovered_with_its_arguments() -> None:

@@ -1,7 +1,10 @@
 """`make plot RUNS=...`: the learning curves of chosen runs, as PNG and HTML."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,14 @@ from bench.report.figures import COLOURS, OTHERS, Line, colours_of, panels_figur
 from common.errors import InputError
 
 RETURNS = {0: (1.0, 3.0), 1000: (5.0, 7.0)}
+
+
+def test_in_a_locale_without_greek_letters(tmp_path: Path):
+    add(tmp_path / "sac__Hopper-v4__1", "sac", "Hopper-v4", 1, {0: (1.0,), 1000: (9.0,)})
+    line = [sys.executable, "bench/pages/plot.py", str(tmp_path), "--output", str(tmp_path / "mine.png")]
+    poor = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(line, cwd=ROOT, env=poor, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def add_with(folder: Path, algo: str, seed: int, returns: dict[int, tuple[float, ...]] = RETURNS, **flags: Any) -> Path:

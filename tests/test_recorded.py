@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -516,6 +517,31 @@ def test_a_failed_compilation_makes_a_new_run_eager(
     monkeypatch.setattr(recorded, "_compiled", lambda graph, _: graph if len(graph.graph.nodes) < 100 else fails(0, 0))
     with pytest.raises(RunError, match="cannot be compiled"):
         module("sac").train(small(compile=True, run_dir=tmp_path / "second"))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_signal_that_ends_the_compiler_too_leaves_the_run_recorded(
+    small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Ctrl-C in a terminal does, at the first compilation of a run or at its second."""
+    compiling = iter(["signal", "compiler", "signal", *["compiler"] * 9])
+
+    def compiled(graph: Any, _: Any) -> Any:
+        if next(compiling) == "compiler":
+            return graph
+        os.kill(os.getpid(), signal.SIGINT)
+        raise CannotCompile("the compiler was killed")
+
+    monkeypatch.setattr(recorded, "_compiled", compiled)
+    stopped, args = small(compile=True, run_dir=tmp_path / "stopped"), small(compile=True)
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            module("sac").train(stopped)
+        assert stop.value.code == 130
+    for each in (stopped, args):
+        module("sac").train(each)
+        assert json.loads((each.run_dir / "config.json").read_text())["form"] == "recorded"
+    assert_same_run(stopped.run_dir, args.run_dir)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -297,8 +297,7 @@ def test_a_longer_run_with_a_refused_checkpoint_changes_nothing(reason: str, sma
 
 
 def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch: pytest.MonkeyPatch):
-    """As a notebook keeps the failed one alive; and what the process did at Ctrl-C it does again after a run."""
-    signal.signal(signal.SIGINT, before := signal.default_int_handler)  # another failed run may have left its own
+    """As a notebook keeps the failed one alive."""
     add = ReplayBuffer.add
 
     def failing(buffer: ReplayBuffer, *transitions: Any) -> None:
@@ -315,7 +314,6 @@ def test_a_run_begins_again_in_the_process_that_it_failed_in(small, monkeypatch:
     assert (small().run_dir / "DONE").exists()
     module("sac").train(small(run_dir=small().run_dir.with_name("other")))
     assert same(final_state(small().run_dir), final_state(small().run_dir.with_name("other")))
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_run_on_auto_continues_where_it_was(small, monkeypatch: pytest.MonkeyPatch):

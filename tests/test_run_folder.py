@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, module
 from filelock import Timeout
 
 from common.errors import InputError
@@ -96,3 +96,8 @@ def test_lock_refuses_another_process_until_it_is_killed(tmp_path: Path):
     again.acquire()
     again.release(force=True)
     assert not failed.is_locked
+
+
+def test_the_result_has_the_step_that_the_run_reached(small):
+    """Three environments make 201 steps of 200."""
+    assert [module("sac").train(small(num_envs=3)).step for _ in range(2)] == [201, 201]

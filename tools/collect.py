@@ -251,30 +251,35 @@ def _replayed(run: Trained, env: gym.Env[Any, Any]) -> tuple[Transitions, Infos]
     """Return all transitions in a run's replay buffer, by environment, with the rewards that it gave.
 
     An episode ends at a stored termination. It also ends, by a time limit, if the environment's next row begins with
-    another observation. The newest episode of each environment is cut. If the buffer is full, the oldest episode of
-    each may lack its beginning.
+    another observation, or begins an episode where the buffer stores that. The newest episode of each environment is
+    cut. If the buffer is full, the oldest episode of each may lack its beginning.
     """
+    if run.arguments.get("recipe") == "sac":  # DSRL's
+        raise InputError(f"{run.path} stores the noise of its policy, not its actions: give it as --policy")
     data = run.state.get("data", run.state)  # a run that began with a dataset stores it under "data"
     if "buffer" not in data or "buffer_size" not in run.arguments:
         raise InputError(f"{run.path} keeps no replay buffer ({run.algo}): give it as --policy")
     obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
+    starts = run.arguments.get("chunk", 1) > 1  # the buffer marks the first transition of each episode
     # With returns-to-go (Cal-QL) the buffer holds whole episodes in sequence, else a step of each environment in turn.
-    whole = len(data["buffer"]["widths"]) > len(ReplayBuffer(1, obs_dim, action_dim).widths)
+    whole = not starts and len(data["buffer"]["widths"]) > len(ReplayBuffer(1, obs_dim, action_dim).widths)
     num_envs = 1 if whole else int(run.arguments["num_envs"])
-    buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole)
+    buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole, starts=starts)
     buffer.load(run.path / "checkpoint" / "replay", data["buffer"])
     if not len(buffer):
         raise InputError(f"{run.path} has an empty replay buffer: give a run with online steps")
     numbers = np.arange(buffer.added - len(buffer), buffer.added)  # numbers of the transitions, the oldest first
     numbers = numbers[np.argsort(numbers % num_envs, kind="stable")]
     rows = buffer.rows[torch.from_numpy(numbers % buffer.capacity)].numpy()
-    obs, actions, rewards, next_obs, terminations = np.split(rows, np.cumsum(buffer.widths)[:-1], axis=1)[:5]
+    obs, actions, rewards, next_obs, terminations, *further = np.split(rows, np.cumsum(buffer.widths)[:-1], axis=1)
     scale, shift = data.get("rewards", (1.0, 0.0))
     rewards = ((rewards.astype(np.float64) - shift) / scale).astype(np.float32)
     ends = terminations[:, 0] > 0
     newest = np.append(np.diff(numbers % num_envs) != 0, not whole)  # not ended yet
     # Observations are compared bit by bit.
     breaks = np.append((obs[1:].view(np.int32) != next_obs[:-1].view(np.int32)).any(axis=1), True)
+    if starts:
+        breaks[:-1] |= further[0][1:, 0] > 0
     truncations, cuts = breaks & ~ends & ~newest, newest & ~ends
     return Transitions(obs, actions, rewards[:, 0], next_obs, ends, truncations, cuts), {}  # no infos are stored there
 

@@ -32,7 +32,7 @@ def line_of(name: str, path: Path) -> int:
     """
     if not path.exists():
         raise InputError(f"a page links to {path}, which does not exist")
-    body, line = ast.parse(path.read_text()).body, 0
+    body, line = ast.parse(path.read_text("utf-8")).body, 0
     for part in name.split("."):
         found = [node for node in body if part in _names(node)]
         if not found:

@@ -67,7 +67,7 @@ def main(args: Args) -> None:
     page = args.output.with_suffix(".html")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     png(panels_figure(lines), args.output)
-    page.write_text(runs_page(runs, args.output.stem))
+    page.write_text(runs_page(runs, args.output.stem), "utf-8")
     print_result(f"written to {args.output} and {page}")
 
 

@@ -23,7 +23,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     sources = [*TOP.values(), *(Path(file.abs_src_path) for file in files.documentation_pages())]
     for uri, path in TOP.items():
-        files.append(File.generated(config, uri, content=path.read_text()))
+        files.append(File.generated(config, uri, content=path.read_text("utf-8")))
     linked = {target for source in sources for target, _ in _links(source)}
     for target in sorted(linked):
         if target in sources or target.is_relative_to(DOCS):
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _links(source: Path) -> Iterator[tuple[Path, str]]:
-    for match in LINK.finditer(source.read_text()):
+    for match in LINK.finditer(source.read_text("utf-8")):
         target = _target(source, match[2])
         if ":" not in match[2] and target.exists():
             yield target, match[3] or ""
@@ -82,4 +82,4 @@ def _shown(target: Path) -> str:
         )
         return f"# {name}/\n\n" + "\n".join(f"- `{inner}`" for inner in inside)
     language = LANGUAGES.get(target.suffix, "text")
-    return f'# {name}\n\n````{language} linenums="1"\n{target.read_text()}\n````\n'
+    return f'# {name}\n\n````{language} linenums="1"\n{target.read_text("utf-8")}\n````\n'

@@ -52,7 +52,7 @@ class Args:
     column: Literal["return", "normalized_score", "success"] = "return"
     """Column of evaluations.csv to compare."""
     step: int | None = None
-    """Step of the scores, interpolated linearly. By default, the last evaluation of any of the runs."""
+    """Step of the scores, interpolated linearly. By default, the end of the longest runs."""
     last: int = 1
     """Number of evaluations to average, up to that step."""
     seeds: int = 5
@@ -129,22 +129,31 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
 
     Runs that have not reached that step, or that have a checkpoint and no DONE, are left out.
     """
-    curves = {}
+    curves, ends = {}, []
     for name in names:
         for path in (args.folder / name / task).glob(f"*/{EVALUATIONS}"):
             unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
             if path.parent.name.isdecimal() and not unfinished:
                 run_folder.require_unchanged(path.parent)
-                curves[name, task, int(path.parent.name)] = read_curve(path, args.column)
+                curve = curves[name, task, int(path.parent.name)] = read_curve(path, args.column)
+                ends.append(_end(path.parent, max(curve)))
     if not curves:
         return {}, args.step
-    step = args.step if args.step is not None else max(max(curve) for curve in curves.values())
+    # Of equally long runs, those with several environments may end a little later.
+    step = min(max(curve) for curve in curves.values() if max(curve) >= max(ends)) if args.step is None else args.step
     scores = {}
     for run, curve in curves.items():
         evaluations = [curve[s] for s in sorted(curve) if s <= step][-args.last :]
         if (score := at(curve, step)) is not None and len(evaluations) == args.last:
             scores[run] = score if args.last == 1 else float(np.mean(evaluations))
     return scores, step
+
+
+def _end(folder: Path, last: int) -> int:
+    """Return the step that a run reached, or was asked to reach if that is less."""
+    if not (folder / run_folder.CONFIG).exists():
+        return last
+    return min(last, run_folder.asked_end(run_folder.read_config(folder, "is damaged")["arguments"]))
 
 
 def read_curve(path: Path, column: str) -> Curve:
@@ -269,7 +278,6 @@ def refuse_unknown(args: Args, where: str, there: Sequence[tuple[str, str]], cur
 
 def main(args: Args) -> None:
     at_least(1, last=args.last)
-    at_least(0, step=args.step)
     if args.suite is None:
         new = "to run a new one, add it to a suite and give that --suite"
         refuse_unknown(args, str(args.folder), runs_in(args.folder), new)

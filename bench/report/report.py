@@ -120,7 +120,7 @@ def datasets_table() -> Table:
     heads = "", "transitions", "episodes, terminated", "return: mean, min to max", "score", "TQ", "SACo"
     table = Table(heads)
     for path in sorted((RESULTS / "datasets").glob("*.json")):
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text("utf-8"))
         r = found["returns"]
         sizes = f"{found['transitions']:,}", f"{found['episodes']:,}, {found['terminated episodes']:,}"
         returns = f"{r['mean']:,.0f}, {r['min']:,.0f} to {r['max']:,.0f}"
@@ -135,9 +135,9 @@ def algorithms_table() -> Table:
     table = Table(
         ["algorithm", "paper", "file, lines", "data", f"return on {HEADLINE[0]}, {HEADLINE[1]:,} steps", "speed"]
     )
-    ran = {json.loads(config.read_text())["algo"] for config in RESULTS.rglob(CONFIG)}
+    ran = {json.loads(config.read_text("utf-8"))["algo"] for config in RESULTS.rglob(CONFIG)}
     for path in sorted((ROOT / "algos").glob("*.py")):
-        text = path.read_text()
+        text = path.read_text("utf-8")
         if not ast.get_docstring(ast.parse(text)):
             continue
         name, paper = path.stem, re.search(r"arXiv\s(\d+\.\d+)", text)
@@ -293,12 +293,12 @@ def pages() -> list[Path]:
 def remade(page: Path) -> str:
     """Return the text of a page with new tables and new line numbers in its links to code."""
     name = page.relative_to(ROOT).as_posix()
-    return with_links(with_tables(page.read_text(), TABLES.get(name, {})), page.parent)
+    return with_links(with_tables(page.read_text("utf-8"), TABLES.get(name, {})), page.parent)
 
 
 def write(path: Path, text: str) -> None:
     """Write the text, and print which file it is."""
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     print_result(f"report: wrote {path}")
 
 
@@ -308,7 +308,7 @@ def main(args: Args) -> None:
         print_result(f"report: {len(runs)} runs in {args.runs}")
         write(args.runs / "report.html", runs_page(runs, args.runs.name))
         return
-    changed = {page: text for page in pages() if (text := remade(page)) != page.read_text()}
+    changed = {page: text for page in pages() if (text := remade(page)) != page.read_text("utf-8")}
     if args.check:
         for page in changed:
             sys.exit(f"report: {page.relative_to(ROOT)} differs from what results/ and the code give: run make report")

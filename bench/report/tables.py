@@ -12,7 +12,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def display_name(algo: str) -> str:
     """Return an algorithm's name as its page spells it, or else in capitals."""
     page = DOCS / f"{algo}.md"
-    heading = page.read_text().partition("\n")[0].removeprefix("# ") if page.exists() else ""
+    heading = page.read_text("utf-8").partition("\n")[0].removeprefix("# ") if page.exists() else ""
     return heading if re.sub("[^a-z0-9]", "", heading.lower()) == algo.replace("_", "") else algo.upper()
 
 

@@ -36,7 +36,16 @@ from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.files import replacing
 from common.messages import log, print_result
-from common.run_folder import DONE, EVALUATIONS, is_finished, lock_of, mean_by_step, read_config, read_evaluations
+from common.run_folder import (
+    DONE,
+    EVALUATIONS,
+    asked_end,
+    is_finished,
+    lock_of,
+    mean_by_step,
+    read_config,
+    read_evaluations,
+)
 
 NO_RAY = "Ray does not start here"
 KILLS = 3  # times that a killed run is resumed; after the loss of a node or worker, it is always resumed
@@ -64,11 +73,11 @@ def is_done(job: Job) -> bool:
     Raise InputError if another command made its folder, unless the new command only has more steps.
     """
     record = job.folder.with_suffix(".sh")
-    if record.exists() and record.read_text().split(" --run-dir ")[0] != job.line.split(" --run-dir ")[0]:
-        if has_more_steps(record.read_text(), job.line):
+    if record.exists() and record.read_text("utf-8").split(" --run-dir ")[0] != job.line.split(" --run-dir ")[0]:
+        if has_more_steps(record.read_text("utf-8"), job.line):
             return False
         raise InputError(
-            f"{job.folder} was made by another command, {record.read_text().strip()}\ngive another --folder"
+            f"{job.folder} was made by another command, {record.read_text('utf-8').strip()}\ngive another --folder"
         )
     return is_finished(job.folder)
 
@@ -127,9 +136,8 @@ def progress(job: Job) -> str:
     try:  # a full disk or a power cut may have torn the last row, which the run removes when it resumes
         curve = mean_by_step(read_evaluations(job.folder / EVALUATIONS), lambda row: float(row["return"]))
         arguments = read_config(job.folder, "is missing or damaged")["arguments"]
-        end = arguments.get("total_steps", arguments.get("online_steps", 0))
         step = max(curve)
-        return f"step {step:,} of {end:,}, return {curve[step]:,.1f}"
+        return f"step {step:,} of {asked_end(arguments):,}, return {curve[step]:,.1f}"
     except (FileNotFoundError, InputError, ValueError, KeyError, TypeError):
         return ""
 

@@ -1,0 +1,44 @@
+"""What a run changes in its process, and how that is undone: a program may train many times and catch the errors."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+import numpy as np
+import torch
+
+from common.errors import Stopped
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+_steps: ContextVar[list[Callable[[], None]] | None] = ContextVar("_steps", default=None)  # of this thread
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """Restore signal handlers, threads and the use of denormal numbers at the end, and call what `at_end` was given."""
+    handlers = [(number, signal.getsignal(number)) for number in STOPS]
+    threads, is_flushed = torch.get_num_threads(), bool(np.float64(5e-324) * 1.0 == 0.0)
+    steps: list[Callable[[], None]] = []
+    token = _steps.set(steps)
+    try:
+        yield
+    except Stopped:  # at once: an environment may not answer
+        steps.clear()
+        raise
+    finally:
+        for step in steps:
+            with contextlib.suppress(Exception):  # the error that ends the run matters more
+                step()
+        _steps.reset(token)
+        for number, handler in handlers:
+            with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
+                signal.signal(number, handler)
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(is_flushed)
+
+
+def at_end(*steps: Callable[[], None]) -> None:
+    """Call these at the end of `as_before`, also after an error. They may have been called before."""
+    if (registered := _steps.get()) is not None:
+        registered.extend(steps)
