@@ -301,11 +301,22 @@ def find(env_id: str) -> gym.envs.registration.EnvSpec:
         return gym.registry[name]
     hint = ogbench.hint(name) or _alike(name) or "Give an environment of your own as module:Name-v0."
     if module:
+        if registered := _registered_by(module):
+            hint = f"It registers {', '.join(registered)}."
         file, own = getattr(sys.modules[module], "__file__", None) or module, f"{module.replace('.', '/')}.py"
         if os.path.exists(own) and not os.path.samefile(own, file):
             hint = f"It was imported instead of {os.path.abspath(own)}: rename that file."
         raise InputError(f"{file} has no environment {name}.\n{hint}")
     raise InputError(f"There is no environment {env_id}. {hint}")
+
+
+def _registered_by(module: str) -> list[str]:
+    """Return up to three ids whose environment is defined in this module."""
+    entries = [(spec.id, spec.entry_point) for spec in gym.registry.values()]
+    defined = [
+        (name, e.partition(":")[0] if isinstance(e, str) else getattr(e, "__module__", "")) for name, e in entries
+    ]
+    return [name for name, where in defined if where == module][:3]
 
 
 def _alike(name: str) -> str:

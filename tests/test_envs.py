@@ -396,6 +396,7 @@ REFUSED = {
     "Zzzzzz-v0": "module:Name-v0",
     "": "module:Name-v0",
     "no_such_module:Thing-v0": "no_such_module:Thing-v0 does not import",
+    f"{__name__}:Nope-v0": r"has no environment Nope-v0\.\nIt registers \w+-v0, \w+-v0, \w+-v0\.$",
     "json:Thing-v0": r"json/__init__\.py has no environment Thing-v0",
     "Unbounded-v0": "unbounded",
     "HalfBounded-v0": "unbounded",

@@ -128,9 +128,8 @@ def collect(args: Args) -> None:
     except KeyboardInterrupt:
         log.info("interrupted: nothing was written")
         raise SystemExit(130) from None
-    said = (
-        f"{facts['transitions']:,} transitions, {facts['episodes']:,} episodes ({facts['cut_episodes']:,} of them cut)"
-    )
+    said = f"{facts['transitions']:,} transitions, {facts['episodes']:,} episodes "
+    said += f"({facts['cut_episodes']:,} of them unfinished)"
     if facts["return"]:
         said += ", return of the others: mean {mean:,.1f}, min {min:,.1f}, max {max:,.1f}".format(**facts["return"])
     log.info(f"{said}\nwritten to {args.output}")

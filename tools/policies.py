@@ -159,6 +159,8 @@ def read_trained(source: str | Path) -> Trained:
 def read_run(folder: Path) -> Trained:
     """Read a run folder. Raise InputError if it is not one, is damaged, or has no checkpoint yet."""
     if not files.exists(folder / CONFIG):
+        if folder.is_file():
+            raise InputError(f"{folder} is neither a run folder nor a policy file ({SUFFIX}): give one of these")
         raise InputError(f"{folder} is not a run folder: it has no {CONFIG}")
     if not has_checkpoint(folder):
         raise InputError(f"{folder} has no checkpoint yet: let the run reach one (--checkpoint-every)")

@@ -88,7 +88,12 @@ def watch(args: Args) -> None:
     torch.set_num_threads(1)
     run = read_trained(args.policy)
     env_id, settings = run.environment(args.env, args.env_kwargs)
-    env = make(env_id, **settings | {"render_mode": None if args.play else "rgb_array"})
+    try:
+        env = make(env_id, **settings | {"render_mode": None if args.play else "rgb_array"})
+    except InputError:
+        if not args.play and "MUJOCO_GL" in os.environ:
+            choose_renderer()  # which says so if that is the reason
+        raise
     if args.play and not _is_mujoco(env):
         env = make(env_id, **settings | {"render_mode": "human"})
     output = args.output or run.output("video.mp4", env_id)
