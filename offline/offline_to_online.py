@@ -198,7 +198,8 @@ class OfflineToOnline(checkpoint.Part):
         self._starts = [True] * args.num_envs  # whether the next transition is the first of its episode
         if windows[0] > 1:
             limit = self.settings.get("max_episode_steps") or find(self.env).max_episode_steps
-            cut_windows(dataset, self.online, *windows, args.num_envs, limit)
+            actions = limit and -(-limit // (self.settings.get("action_repeat") or 1))
+            cut_windows(dataset, self.online, *windows, args.num_envs, actions)
         self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
         columns: dict[str, Array] = {}  # of the dataset's transitions, in addition to the buffer's
@@ -233,10 +234,8 @@ class OfflineToOnline(checkpoint.Part):
     def _report(self, run: Run) -> None:
         """Print the dataset's size, and warnings."""
         dataset = self.dataset
-        log.info(
-            f"{self.args.dataset}: {len(dataset):,} transitions in {len(dataset.ends):,} episodes, "
-            f"evaluated in {self.env}"
-        )
+        size = f"{len(dataset):,} transitions in {len(dataset.ends):,} episodes"
+        log.info(f"{self.args.dataset}: {size}, evaluated in {self.env}")
         if self.discount is not None and self.failure is None and dataset.is_cut_while_negative(self.discount):
             log.warning(
                 "rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"

@@ -37,13 +37,13 @@ def weighted_rows(dataset: Dataset, weighting: str, temperature: float) -> Weigh
 
 
 def cut_windows(
-    dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int, time_limit: int | None
+    dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int, actions: int | None
 ) -> None:
     """Make both give windows of `length` transitions. `online` has a column of starts.
 
-    Raises InputError if every episode of the dataset is shorter, or the environment's `time_limit` is.
+    Raises InputError if every episode of the dataset is shorter, or the environment's of at most so many `actions` are.
     """
-    for whose, longest in ((dataset.id, int(dataset.lengths.max())), ("the environment", time_limit or length)):
+    for whose, longest in ((dataset.id, int(dataset.lengths.max())), ("the environment", actions or length)):
         if longest < length:
             raise InputError(f"no episode of {whose} has {length} transitions: give a --chunk of at most {longest}")
     data = dataset.buffer

@@ -192,6 +192,8 @@ def test_a_chunk_longer_than_all_episodes_is_refused(data: Callable[..., Offline
         InputError, match="no episode of the environment has 4 transitions: give a --chunk of at most 3"
     ):
         data(chunk=4, time_limit=3)
+    with pytest.raises(InputError, match="give a --chunk of at most 2"):
+        data(chunk=3, time_limit=3, action_repeat=2)
 
 
 class TestTargets:
