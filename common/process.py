@@ -11,7 +11,7 @@ import torch
 from common.errors import Stopped
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-_steps: ContextVar[list[Callable[[], None]] | None] = ContextVar("_steps", default=None)  # of this thread
+_ending: ContextVar[list[Callable[[], None]] | None] = ContextVar("_ending", default=None)  # of this thread
 
 
 @contextlib.contextmanager
@@ -19,18 +19,18 @@ def as_before() -> Iterator[None]:
     """Restore signal handlers, threads and the use of denormal numbers at the end, and call what `at_end` was given."""
     handlers = [(number, signal.getsignal(number)) for number in STOPS]
     threads, is_flushed = torch.get_num_threads(), bool(np.float64(5e-324) * 1.0 == 0.0)
-    steps: list[Callable[[], None]] = []
-    token = _steps.set(steps)
+    ending: list[Callable[[], None]] = []
+    token = _ending.set(ending)
     try:
         yield
     except Stopped:  # at once: an environment may not answer
-        steps.clear()
+        ending.clear()
         raise
     finally:
-        for step in steps:
+        for function in ending:
             with contextlib.suppress(Exception):  # the error that ends the run matters more
-                step()
-        _steps.reset(token)
+                function()
+        _ending.reset(token)
         for number, handler in handlers:
             with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
                 signal.signal(number, handler)
@@ -38,7 +38,7 @@ def as_before() -> Iterator[None]:
         torch.set_flush_denormal(is_flushed)
 
 
-def at_end(*steps: Callable[[], None]) -> None:
+def at_end(*functions: Callable[[], None]) -> None:
     """Call these at the end of `as_before`, also after an error. They may have been called before."""
-    if (registered := _steps.get()) is not None:
-        registered.extend(steps)
+    if (registered := _ending.get()) is not None:
+        registered.extend(functions)

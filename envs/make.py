@@ -312,11 +312,11 @@ def find(env_id: str) -> gym.envs.registration.EnvSpec:
 
 def _registered_by(module: str) -> list[str]:
     """Return up to three ids whose environment is defined in this module."""
-    entries = [(spec.id, spec.entry_point) for spec in gym.registry.values()]
-    defined = [
-        (name, e.partition(":")[0] if isinstance(e, str) else getattr(e, "__module__", "")) for name, e in entries
-    ]
-    return [name for name, where in defined if where == module][:3]
+
+    def defined_in(entry: Any) -> str:
+        return entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
+
+    return [spec.id for spec in gym.registry.values() if defined_in(spec.entry_point) == module][:3]
 
 
 def _alike(name: str) -> str:

@@ -37,7 +37,8 @@ def settings_in(
         return asked
     # Older files state arguments of the registration as text where they do not fit into JSON.
     registered = find(env_id).kwargs
-    made_with = {k: v for k, v in made_with.items() if k not in registered or v != str(registered[k])}
+    as_text = {k: str(v) for k, v in registered.items() if not fits_json(v)}
+    made_with = {k: v for k, v in made_with.items() if v != as_text.get(k)}
     if not is_same_variant(env_id, made_with | asked, made_with):
         there, here = (json.dumps(k, default=str) for k in (made_with, asked))
         raise InputError(
@@ -45,6 +46,15 @@ def settings_in(
             "leave its settings out to use those, or give other data or another policy"
         )
     return made_with | asked
+
+
+def fits_json(value: object) -> bool:
+    """Return whether JSON gives the value back, a tuple as a list. An enum or a dict with numbers as keys changes."""
+    if type(value) is dict:
+        return all(type(key) is str and fits_json(each) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return all(map(fits_json, value))  # type: ignore[call-overload]
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def is_same_variant(env_id: str, one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -198,8 +198,8 @@ class OfflineToOnline(checkpoint.Part):
         self._starts = [True] * args.num_envs  # whether the next transition is the first of its episode
         if windows[0] > 1:
             limit = self.settings.get("max_episode_steps") or find(self.env).max_episode_steps
-            actions = limit and -(-limit // (self.settings.get("action_repeat") or 1))
-            cut_windows(dataset, self.online, *windows, args.num_envs, actions)
+            longest = limit and -(-limit // (self.settings.get("action_repeat") or 1))
+            cut_windows(dataset, self.online, *windows, args.num_envs, longest)
         self.discount, self.failure = discount, None if failure is None else dataset.rewards(failure)
         self._unfinished: list[list[Array]] = [[] for _ in range(args.num_envs)]  # packed rows
         columns: dict[str, Array] = {}  # of the dataset's transitions, in addition to the buffer's

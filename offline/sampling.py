@@ -37,13 +37,14 @@ def weighted_rows(dataset: Dataset, weighting: str, temperature: float) -> Weigh
 
 
 def cut_windows(
-    dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int, actions: int | None
+    dataset: Dataset, online: ReplayBuffer, length: int, gamma: float, num_envs: int, longest_online: int | None
 ) -> None:
     """Make both give windows of `length` transitions. `online` has a column of starts.
 
-    Raises InputError if every episode of the dataset is shorter, or the environment's of at most so many `actions` are.
+    `longest_online`: actions in the longest episode of the environment, or None. Raises InputError if that is shorter
+    than a window, or if every episode of the dataset is.
     """
-    for whose, longest in ((dataset.id, int(dataset.lengths.max())), ("the environment", actions or length)):
+    for whose, longest in ((dataset.id, int(dataset.lengths.max())), ("the environment", longest_online or length)):
         if longest < length:
             raise InputError(f"no episode of {whose} has {length} transitions: give a --chunk of at most {longest}")
     data = dataset.buffer

@@ -28,7 +28,7 @@ from common.errors import InputError, RunError
 from common.messages import log
 from common.provenance import versions
 from envs.make import unwrapped
-from envs.settings import require_constructor_arguments
+from envs.settings import fits_json, require_constructor_arguments
 from offline.arrays import Array, Transitions, checked, with_successors
 from offline.recording import checked_attributes, distance_outside
 
@@ -227,19 +227,11 @@ def write_d4rl(
     assert env.spec is not None  # an environment made by gym.make has one
     attributes = {
         "env": env_id,
-        "env_kwargs": json.dumps({k: v for k, v in (env.spec.kwargs | (settings or {})).items() if _fits_json(v)}),
+        "env_kwargs": json.dumps({k: v for k, v in (env.spec.kwargs | (settings or {})).items() if fits_json(v)}),
         "action_low": box.low,
         "action_high": box.high,
     }
     _write_hdf5(path, _d4rl_arrays(transitions), attributes | _recipe_and_scores(recipe, ref_scores))
-
-
-def _fits_json(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _d4rl_arrays(transitions: Transitions) -> dict[str, Array]:

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # networks this small gain nothin
 
 import torch
 
-from common import checkpoint, recorded
+from common import checkpoint, process, recorded
 from common.arguments import RunArgs
 from common.launch import Launch
 from common.replay_buffer import Batch, ReplayBuffer
@@ -210,12 +210,9 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
-    """A run in this process leaves its signal handlers, its way with denormal numbers and, on CUDA, its kernels."""
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
-    torch.set_flush_denormal(False)
+    """A `Run` that no `train` wraps leaves what it changes, and on CUDA every run its kernels."""
+    with process.as_before():
+        yield
     torch.use_deterministic_algorithms(False)
 
 

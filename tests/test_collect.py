@@ -75,12 +75,12 @@ def test_reproducible_from_the_seed(env: str):
 
 
 class Weighed(gym.Env[Any, Any]):
-    """Its registration has an argument that does not fit into JSON."""
+    """Its registration has arguments that do not fit into JSON."""
 
     observation_space, action_space = Box(-1, 1, (2,), np.float32), Box(-1, 1, (1,), np.float32)
 
-    def __init__(self, weigh: Callable[[float], float], factor: float) -> None:
-        self.reward = weigh(factor)
+    def __init__(self, weigh: Callable[[float], float], factor: float, table: dict[int, float]) -> None:
+        self.reward = weigh(factor) + table[1]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -90,10 +90,12 @@ class Weighed(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), self.reward, False, False, {}
 
 
-gym.register("Weighed-v0", entry_point=Weighed, kwargs={"weigh": abs, "factor": -3.0}, max_episode_steps=5)
+gym.register(
+    "Weighed-v0", entry_point=Weighed, kwargs={"weigh": abs, "factor": -3.0, "table": {1: 0.0}}, max_episode_steps=5
+)
 
 
-@pytest.mark.parametrize("env_kwargs", [{"factor": -4.0}, {"factor": -4.0, "weigh": str(abs)}])
+@pytest.mark.parametrize("env_kwargs", [{"factor": -4.0}, {"factor": -4.0, "weigh": str(abs), "table": str({1: 0.0})}])
 def test_what_does_not_fit_into_json_is_left_to_the_registration(small, env_kwargs: dict[str, Any]):
     """Older files have it as text."""
     rewards = made(env="Weighed-v0", env_kwargs='{"factor": -4.0}', transitions=10)["rewards"]
