@@ -1,12 +1,15 @@
 """What several test files use."""
 
 import importlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -25,6 +28,7 @@ from common.arguments import RunArgs
 from common.launch import Launch
 from common.replay_buffer import Batch, ReplayBuffer
 from offline.offline_to_online import OfflineArgs, with_presets
+from tools import export
 
 # `make test ARGS=…` exports its variables, which a `make` that a test starts would take.
 for variable in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"):
@@ -186,6 +190,12 @@ def checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "check", lambda launch, now: check(launch, now=now) if now else None)
 
 
+@pytest.fixture(autouse=True)
+def few_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported policy is compared with its agent at 20 observations, not at a thousand."""
+    monkeypatch.setattr(export, "OBSERVATIONS", 20)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., RunArgs]:
     """Arguments of a run of seconds, in a folder of this test's."""
@@ -234,16 +244,23 @@ def command(*arguments: str, algo: str = EXAMPLE, **options: Any) -> subprocess.
     return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)
 
 
-def killed_at(
-    algo: str, places: list[tuple[str, int]], *arguments: str, **options: Any
-) -> subprocess.CompletedProcess[str]:
+@cache
+def killer() -> subprocess.Popen[str]:
+    """kill_at.py, which ends when this process does."""
+    line = [sys.executable, str(ROOT / "tests" / "kill_at.py")]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def killed_at(algo: str, places: list[tuple[str, int]], *arguments: str) -> subprocess.CompletedProcess[str]:
     """A training killed at each of these places in turn (kill_at.py); status 0 if it was killed every time.
 
     After ("end", 1), the last place, it is finished.
     """
-    listed = ", ".join(f"{place} {n}" for place, n in places)
-    line = [sys.executable, str(ROOT / "tests" / "kill_at.py"), algo, listed, *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **options)
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as said:
+        asked, status = (pipe for pipe in (killer().stdin, killer().stdout) if pipe)
+        asked.write(f"{json.dumps([algo, arguments, places, str(Path.cwd()), said.name])}\n")
+        asked.flush()
+        return subprocess.CompletedProcess(arguments, int(status.readline()), stderr=said.read())
 
 
 def final_state(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Trains again and again, killed (SIGKILL) at the n-th time that it reaches each place in turn.
 
-kill_at.py ALGO "PLACE N, PLACE N, ..." FLAGS... ends with 1 if a training does not end as its place asks. Each is a
-process of its own; they share the seconds of imports. "Ctrl-C N" is a SIGINT at the N-th report, which must end it with
-130. "any N" is N kills at random instants, after which it prints the steps of the checkpoints. "end 1" lets the
-training run to its end.
+Each line of its input asks for one such series, in JSON: the algorithm, its flags, the places with their n, the current
+folder and the file to which it prints. It answers with the series' exit status: 1 if a training does not end as its
+place asks. Each training is a process of its own; all of them share the seconds of imports.
+
+("Ctrl-C", n) is a SIGINT at the n-th report, which must end the training with 130. ("any", n) is n kills at random
+instants, after which it prints the steps of the checkpoints. ("end", 1) lets the training run to its end.
 """
 
 import importlib
+import json
 import os
 import random
 import signal
@@ -14,7 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import gymnasium.envs.mujoco  # noqa: F401 - else each training imports it
 
 import common.run
 import common.updater
@@ -26,7 +32,6 @@ from common import checkpoint
 from common.command_line import command_line, parse
 from common.optim import Adam
 
-algorithm = importlib.import_module(f"algos.{sys.argv[1]}")
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (envs.state.ExactState, "step"),
     "async step": (envs.vector.AsyncEnvs, "step_async"),
@@ -58,10 +63,11 @@ def kill_at(place: str, n: int) -> None:
     setattr(owner, name, counted)
 
 
-def start(place: str = "", n: int = 0) -> int:
+def start(algorithm: ModuleType, place: str = "", n: int = 0) -> int:
     """The training's process, which kills itself at the n-th `place`."""
     child = os.fork()  # nothing has computed yet: no thread is lost
     if child == 0:
+        signal.alarm(600)  # one that hangs ends otherwise than its place asks
         if place in PLACES:
             kill_at(place, n)
         command_line(algorithm.train, algorithm.Args)
@@ -77,7 +83,7 @@ def was_killed(child: int, options: int = 0) -> bool:
     return pid != 0
 
 
-def kill_at_random(kills: int) -> None:
+def kill_at_random(algorithm: ModuleType, kills: int) -> None:
     """After no, one or two checkpoints and up to 0.3 s more, but at the next checkpoint at the latest.
 
     Seconds alone would differ by machine: a fast one would get to the end of the run before its last kill.
@@ -86,7 +92,7 @@ def kill_at_random(kills: int) -> None:
     chance, steps = random.Random(0), []
     for _ in range(kills):
         written, count = modified(path), chance.randint(0, 2)
-        child = start()
+        child = start(algorithm)
         while count and not was_killed(child, os.WNOHANG):
             time.sleep(0.002)
             count, written = count - (modified(path) != written), modified(path)
@@ -103,14 +109,27 @@ def modified(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-if __name__ == "__main__":
-    places = [(each.rsplit(" ", 1)[0], int(each.rsplit(" ", 1)[1])) for each in sys.argv[2].split(", ")]
-    sys.argv[1:3] = []
+def kill_in_turn(algo: str, flags: list[str], places: list[tuple[str, int]]) -> None:
+    sys.argv = [f"{algo}.py", *flags]
+    algorithm = importlib.import_module(f"algos.{algo}")
     for place, n in places:
         if place == "any":
-            kill_at_random(n)
+            kill_at_random(algorithm, n)
         elif place in STATUS:
-            if os.waitstatus_to_exitcode(os.waitpid(start(place, n), 0)[1]) != STATUS[place]:
+            if os.waitstatus_to_exitcode(os.waitpid(start(algorithm, place, n), 0)[1]) != STATUS[place]:
                 sys.exit("it failed")
         else:
-            was_killed(start(place, n))
+            was_killed(start(algorithm, place, n))
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        *series, folder, said = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.chdir(folder)
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
+            kill_in_turn(*series)
+            sys.exit()
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()

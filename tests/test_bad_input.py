@@ -439,7 +439,7 @@ def test_an_environment_that_does_not_replay_is_announced(tmp_path: Path):
     (tmp_path / "drifting.py").write_text(code)
     environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     arguments = flags(env="drifting:Drifting-v0", run_dir=tmp_path / "run")
-    assert killed_at("sac", [("update", 250)], *arguments, env=environ).returncode == 0
+    assert killed_at("sac", [("update", 250)], *arguments).returncode == 0
     result = command(*arguments, env=environ)
     assert result.returncode == 0
     assert result.stderr.count("is not reproducible, so it starts a new episode") == 1

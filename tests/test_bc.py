@@ -131,7 +131,6 @@ def test_exported_and_kept_policies_act_as_the_run(
     policy: str, draws: int, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exported one from noise that it is given: that of the start, and of diffusion that of all steps but one."""
-    monkeypatch.setattr(export, "OBSERVATIONS", 5)
     folder = module("bc").train(small("bc", policy=policy, offline_steps=20, online_steps=0, eval_episodes=1)).folder
     obs, env = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32), make_env("Pendulum-v1")
     for deterministic in (True, False):

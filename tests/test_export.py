@@ -27,11 +27,6 @@ needs_onnx = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def few_observations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "OBSERVATIONS", 20)
-
-
 def run(path: Path, obs: Any, seed: int = 0) -> Any:
     """Return the actions of the file, with noise of this seed."""
     import onnxruntime

@@ -29,7 +29,7 @@ def test_there_are_policies_and_they_are_small() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_returns_what_its_file_states(name: str) -> None:
-    """The first five of its episodes. Another machine may round differently, which long episodes amplify."""
+    """The first three of its episodes. Another machine may round differently, which long episodes amplify."""
     trained = read_trained(name)
     facts = read_policy(trained.path).facts
     assert name_of(trained) == name
@@ -37,9 +37,9 @@ def test_a_policy_returns_what_its_file_states(name: str) -> None:
     assert facts["return"] == pytest.approx(statistics.mean(facts["returns"]))
     if "-singletask" in name:
         pytest.importorskip("ogbench", reason="OGBench's package is not installed: make .venv/ogbench")
-    returns = returns_of(trained, TO_REPORT[0], 5)
+    returns = returns_of(trained, TO_REPORT[0], 3)
     spread = max(statistics.stdev(facts["returns"]), 0.01 * abs(facts["return"]))
-    assert statistics.mean(returns) == pytest.approx(statistics.mean(facts["returns"][:5]), abs=2 * spread)
+    assert statistics.mean(returns) == pytest.approx(statistics.mean(facts["returns"][:3]), abs=2 * spread)
 
 
 def test_the_best_is_kept(small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

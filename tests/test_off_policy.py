@@ -102,7 +102,7 @@ def test_truncated_episodes_are_not_stored_as_terminated(algo: str, small: Calla
     assert np.flatnonzero(~joined).tolist() == [49, 99]
 
 
-@pytest.mark.parametrize(("algo", "steps", "seed"), [("sac", 6_000, 3), ("td3", 8_000, 2)])
+@pytest.mark.parametrize(("algo", "steps", "seed"), [("sac", 6_000, 3), pytest.param("td3", 8_000, 2, marks=long)])
 def test_learns_pendulum(algo: str, steps: int, seed: int, small: Callable[..., Any]):
     """From about -1 200 (random) to better than -250 (its best is about -150); TD3's actor moves half as often."""
     args = small(algo, seed=seed, hidden=(64, 64), batch_size=128, total_steps=steps, learning_starts=500,

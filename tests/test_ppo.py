@@ -409,7 +409,7 @@ def test_relu_networks_without_orthogonal_weights():
 
 def test_learns_pendulum(small):
     """From about -1 200 (random) to better than -400 in 80 000 steps."""
-    args = small("ppo", hidden=(64, 64), rollout_steps=2_048, minibatch_size=64, epochs=10, num_envs=8, gamma=0.9,
+    args = small("ppo", hidden=(64, 64), rollout_steps=2_048, minibatch_size=256, epochs=10, num_envs=8, gamma=0.9,
                  normalize_advantages=True, learning_rate=1e-3, total_steps=80_000, eval_every=80_000, eval_episodes=10,
                  checkpoint_every=80_000)  # fmt: skip
     module("ppo").train(args)
