@@ -22,7 +22,7 @@ from common.errors import InputError, RunError, require_finite_actions
 Array = npt.NDArray[Any]
 Step = tuple[Array, Array, Array, Array, dict[str, Any]]
 
-# EnvPool's environments that are verified equal to Gymnasium's (tests/test_envpool.py, docs/environments.md).
+# EnvPool's environments that are verified equal to Gymnasium's (test_envpool.py, docs/environments.md).
 ENVPOOL_IDS = tuple(
     f"{name}-{version}"
     for name in ("Ant", "HalfCheetah", "Hopper", "InvertedPendulum", "Swimmer", "Walker2d")

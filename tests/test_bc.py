@@ -10,8 +10,8 @@ import torch
 from conftest import COMMON, PENDULUM, final_state, module, same
 from d4rl_file import make
 from formulas import Drawn, forward, joined, layers, make_batch
-from test_export import needs_onnx
-from test_export import run as run_file
+from onnx_file import needs_onnx
+from onnx_file import run as run_file
 from test_fql import two_modes
 from test_resume import assert_kills_change_nothing
 

@@ -11,9 +11,9 @@ import torch
 from conftest import agent_of, command, flags, long, module, small_of, with_flag
 from d4rl_file import make
 from formulas import Drawn, make_batch
+from stand_ins import Counter
 from test_fql import flow_actions, joined, make_agent, values
 from test_resume import assert_kills_change_nothing
-from test_rollout import Counter
 
 from algos.fql import Args
 from common.errors import InputError

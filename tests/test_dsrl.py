@@ -22,7 +22,7 @@ from formulas import (
     make_batch,
     normed,
 )
-from test_export import run
+from onnx_file import run
 from test_fql import two_modes
 from test_resume import assert_kills_change_nothing
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import conftest
 import pytest
 from conftest import ALGORITHMS, EXAMPLE, ROOT, agent_class
-from test_prose import HEADINGS
+from pages import HEADINGS
 
 NAME = "newcomer"
 NEEDED = ("algos", "bench", "common", "docs", "envs", "offline", "tests", "tools", "README.md", "pyproject.toml")
@@ -46,7 +46,7 @@ def project(tmp_path: Path) -> Path:
 def test_the_tests_of_every_algorithm_find_a_new_file(project: Path) -> None:
     """All are collected, as for the file that it is a copy of. The quick ones of each kind run."""
     asking = re.compile(r"^@every_algorithm|\bwith_flag\(", re.MULTILINE)
-    files = sorted(path for path in (project / "tests").glob("test_*.py") if asking.search(path.read_text()))
+    files = sorted(path for path in (project / "tests").rglob("test_*.py") if asking.search(path.read_text()))
     line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = os.environ | {"PYTHONPATH": str(project)}
     run = functools.partial(subprocess.run, cwd=project, env=environment, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
 """Record episodes of OGBench's scripted oracles, by the rules of its authors' programs.
 
 The oracles and the mazes of the package draw from NumPy's global generator. So does this module, in the order of the
-authors' programs: with the same seeds, every row is the same (tests/test_ogbench_data.py).
+authors' programs: with the same seeds, every row is the same (test_ogbench_data.py).
 
 Source: Park et al. 2025, "OGBench", arXiv 2410.20092, and its repository (MIT), commit 1d41409.
 """

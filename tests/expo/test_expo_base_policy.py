@@ -1,4 +1,4 @@
-"""EXPO's base policy learns two modes. tests/test_diffusion.py has the tests of its processes and its network."""
+"""EXPO's base policy learns two modes. test_diffusion.py has the tests of its processes and its network."""
 
 import pytest
 import torch

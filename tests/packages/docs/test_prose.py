@@ -7,23 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, every_algorithm
+from pages import HEADINGS, PAGES
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FORBIDDEN = re.compile(
     r"\b(goes|go|going|went|gone) on\b|\banew\b|\bas ever\b|\bof then\b|\bnobody\b|\bmay grow\b|\bbeside\b|\bthe film\b"
     r"|\b(is|are) (still )?to be (expected|had)\b",
     re.IGNORECASE,
 )
-HEADINGS = [
-    "Summary",
-    "Usage",
-    "Algorithm",
-    "Flags",
-    "Metrics",
-    "Differences from the authors' code",
-    "Results",
-    "Troubleshooting",
-]
 MAX_WORDS = 1_200  # of an algorithm's page
 MAX_SENTENCE = 25  # words
 MAX_SHARE = 0.08  # of the sentences may be longer

@@ -9,21 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stand_ins import HEADER, write_run
 
 from bench.report import compare
 from bench.report.compare import Args, Run, next_seeds, read_curve, until_decided
 from bench.sweep import sweep
 from common.errors import InputError, RunError
 
-HEADER = "step,episode,return,length,success,normalized_score\n"
 Score = Callable[[Run], float]
-
-
-def write(folder: Path, curve: dict[int, list[float]]) -> None:
-    """A finished run whose evaluations at these steps gave these returns."""
-    folder.mkdir(parents=True)
-    rows = [f"{step},{i},{value},200,,\n" for step, values in curve.items() for i, value in enumerate(values)]
-    (folder / "evaluations.csv").write_text(HEADER + "".join(rows))
 
 
 def simulated(folder: Path, asked: list[list[Run]], score: Score) -> Callable[[list[Run]], None]:
@@ -33,7 +26,7 @@ def simulated(folder: Path, asked: list[list[Run]], score: Score) -> Callable[[l
         asked.append(runs)
         for name, task, seed in runs:
             value = score((name, task, seed))
-            write(folder / name / task / str(seed), {0: [0.0], 1_000: [value - 1.0, value + 1.0]})
+            write_run(folder / name / task / str(seed), {0: [0.0], 1_000: [value - 1.0, value + 1.0]})
 
     return run
 
@@ -77,7 +70,7 @@ def test_equal_ones_end_at_the_limit(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_runs_that_are_there_are_used_and_others_are_asked_for(tmp_path: Path):
     for name in "ab":
         for seed in (0, 1, 2, 4, 5, 6, 7, 30):  # 3 is missing; 0 and 30 belong to no interim
-            write(tmp_path / name / "T" / str(seed), {1_000: [float(seed)]})
+            write_run(tmp_path / name / "T" / str(seed), {1_000: [float(seed)]})
     found = compare.compare(Args(tmp_path))  # names and tasks of the folder
     assert (found.names, found.tasks, found.found.interims) == (("a", "b"), ("T",), 0)
     assert next_seeds(found) == [("a", "T", 3), ("b", "T", 3)]
@@ -89,8 +82,8 @@ def test_runs_that_are_there_are_used_and_others_are_asked_for(tmp_path: Path):
 
 def test_the_score_is_that_of_the_tables_or_the_mean_of_the_last_evaluations(tmp_path: Path):
     for name in "ab":
-        write(tmp_path / name / "T" / "1", {0: [1.0, 3.0], 10: [4.0, 6.0], 20: [9.0], 30: [100.0]})
-    write(tmp_path / "b" / "T" / "2", {0: [1.0], 10: [2.0]})
+        write_run(tmp_path / name / "T" / "1", {0: [1.0, 3.0], 10: [4.0, 6.0], 20: [9.0], 30: [100.0]})
+    write_run(tmp_path / "b" / "T" / "2", {0: [1.0], 10: [2.0]})
     for step, last, expected in (
         (None, 1, 100.0),
         (20, 1, 9.0),
@@ -108,7 +101,7 @@ def test_the_score_is_that_of_the_tables_or_the_mean_of_the_last_evaluations(tmp
 def test_runs_that_end_later_by_their_number_of_environments(tmp_path: Path):
     """64 environments make 320 steps of 300, and are compared with one environment at 300."""
     for name, last in (("a", 320), ("b", 300), ("c", 320)):
-        write(tmp_path / name / "T" / "1", {-10: [5.0], 0: [0.0], last: [float(last)]})
+        write_run(tmp_path / name / "T" / "1", {-10: [5.0], 0: [0.0], last: [float(last)]})
         config = {"algo": "sac", "arguments": {"total_steps": 300}}
         (tmp_path / name / "T" / "1" / "config.json").write_text(json.dumps(config))
     found = compare.compare(Args(tmp_path))
@@ -129,7 +122,7 @@ def test_all_against_one(tmp_path: Path):
 def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
     def run(runs: list[Run]) -> None:
         for name, task, seed in runs:
-            write(tmp_path / name / task / str(seed), {1_000 if name == "a" else 500: [1.0]})
+            write_run(tmp_path / name / task / str(seed), {1_000 if name == "a" else 500: [1.0]})
 
     with pytest.raises(RunError, match=r"b/T/1, b/T/2.*give --step"):
         until_decided(Args(tmp_path, names=("a", "b"), tasks=("T",)), run)
@@ -155,7 +148,7 @@ def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
 )
 def test_bad_input(tmp_path: Path, changed: dict[str, object], named: str):
     for name in "ab":
-        write(tmp_path / name / "T" / "1", {0: [1.0]})
+        write_run(tmp_path / name / "T" / "1", {0: [1.0]})
     with pytest.raises(InputError, match=named):
         compare.compare(Args(**({"folder": tmp_path} | changed)))  # type: ignore[arg-type]
 
@@ -177,7 +170,7 @@ def test_a_typing_error_is_no_new_task(tmp_path: Path, arguments: dict[str, obje
     path = tmp_path / "mine.toml"
     path.write_text('[[runs]]\nalgo = ["sac", "td3"]\nenvs = "Hopper-v4"\n')
     for name in ("sac", "td3"):
-        write(tmp_path / "runs" / name / "Hopper-v4" / "1", {0: [1.0]})
+        write_run(tmp_path / "runs" / name / "Hopper-v4" / "1", {0: [1.0]})
     with pytest.raises(InputError, match=named):
         compare.main(Args(tmp_path / "runs", str(path) if suite else None, **arguments))  # type: ignore[arg-type]
 
@@ -193,7 +186,7 @@ def test_a_folder_without_runs_is_named(tmp_path: Path, given: dict[str, Any], f
 
 def test_a_single_name_is_traced_to_where_it_is(tmp_path: Path):
     """The folder's or the suite's is not called the user's; in a suite no message advises --suite."""
-    write(tmp_path / "sac" / "Hopper-v4" / "1", {0: [1.0]})
+    write_run(tmp_path / "sac" / "Hopper-v4" / "1", {0: [1.0]})
     path = tmp_path / "mine.toml"
     path.write_text('[[runs]]\nalgo = "sac"\nenvs = "Hopper-v4"\n')
     for suite, where in ((None, str(tmp_path)), (str(path), "suite mine")):
@@ -230,7 +223,7 @@ def test_damaged_evaluations(tmp_path: Path, text: str):
 
 def test_runs_as_they_are_kept(tmp_path: Path):
     for name in "ab":
-        write(tmp_path / name / "T" / "1", {0: [1.0], 10: [4.0, 6.0]})
+        write_run(tmp_path / name / "T" / "1", {0: [1.0], 10: [4.0, 6.0]})
         path = tmp_path / name / "T" / "1" / "evaluations.csv"
         path.with_suffix(".csv.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
@@ -253,7 +246,7 @@ def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.M
     def execute(running: object, args: object) -> None:
         for job in running.waiting:  # type: ignore[attr-defined]
             lines.append(" ".join(job.argv))
-            write(job.folder, {3_000: [job.seed + 100.0 * ("sac" in job.folder.parts)]})
+            write_run(job.folder, {3_000: [job.seed + 100.0 * ("sac" in job.folder.parts)]})
 
     monkeypatch.setattr(sweep, "execute", execute)
     compare.main(Args(tmp_path / "runs", suite=str(suite)))

@@ -11,6 +11,7 @@ import gymnasium as gym
 import mujoco
 import numpy as np
 import pytest
+from conftest import ROOT
 from gymnasium.spaces import Box, Dict, Discrete, Graph
 
 from common.errors import InputError, RunError
@@ -18,7 +19,6 @@ from common.evaluate import evaluate
 from common.seeding import seeds
 from envs.make import make, make_vector
 
-ROOT = Path(__file__).parent.parent
 NEWER_MUJOCO = tuple(map(int, mujoco.__version__.split(".")[:2])) > (3, 11)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import module, same
 from gymnasium.spaces import Box
+from stand_ins import Counter
 from test_vector import Short
 
 from common import checkpoint
@@ -19,25 +20,6 @@ from envs.make import make
 from envs.rollout import Rollout, Transitions
 
 FOLDER = Path("replay")  # a rollout writes nothing into it
-
-
-class Counter(gym.Env[Any, Any]):
-    """Observes (episode, step, action); step 2 of every second episode terminates, step 3 of the others truncates."""
-
-    observation_space = Box(-np.inf, np.inf, (3,), np.float32)
-    action_space = Box(-1, 1, (1,), np.float32)
-    episode, faulty = -1, ""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.episode, self.count = self.episode + 1, 0
-        return np.array([self.episode, 0, 0], np.float32), {}
-
-    def step(self, action: np.ndarray) -> Any:
-        self.count += 1
-        obs = np.array([self.episode, self.count, np.nan if self.faulty == "next_obs" else action[0]], np.float32)
-        reward = np.inf if self.faulty == "rewards" else 10.0 * self.count
-        return obs, reward, self.episode % 2 == 1 and self.count == 2, self.count == 3, {}
 
 
 class Drifting(gym.Env[Any, Any]):

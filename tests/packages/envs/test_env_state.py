@@ -11,13 +11,13 @@ import gymnasium as gym
 import mujoco
 import numpy as np
 import pytest
+from conftest import ROOT
 from gymnasium.spaces import Box
 
 from common.errors import InputError
 from envs.make import make, make_vector
 from envs.state import ExactState, get_states, set_states
 
-ROOT = Path(__file__).parent.parent
 LENGTH = 20  # of an episode, so that its end comes soon
 LOCOMOTION = ["HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid", "Swimmer"]
 ROBOTICS = [
@@ -109,8 +109,8 @@ def test_continues_in_another_process(tmp_path: Path) -> None:
     )
     subprocess.run(
         [sys.executable, "-c", code, tmp_path / "jobs"],
-        cwd=ROOT / "tests",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
         check=True,
         timeout=60,
     )

@@ -1,7 +1,7 @@
 """Every command of README and docs: its program exists and accepts its flags, and most run in a short form.
 
 Not run here: `make play`, which opens a window; `make binary` and `make speed`, which take minutes and run in parts in
-tests/test_adroit_binary.py and tests/test_speed.py; `make d3rlpy`, which is another library; and what needs a GPU.
+test_adroit_binary.py and test_speed.py; `make d3rlpy`, which is another library; and what needs a GPU.
 """
 
 import dataclasses
@@ -16,29 +16,14 @@ from typing import Any
 
 import pytest
 from conftest import OFFLINE, PENDULUM, ROOT, arguments_of, module
-from test_compare import write
-from test_video import Film
+from pages import commands
+from stand_ins import Film, write_run
 
 from common.command_line import parse
 from envs.ogbench import is_task
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHORT = {"total_steps": 64, "eval_every": 64, "eval_episodes": 1}  # the short form of a long training
 EXAMPLES = re.compile(r"\b(mine|my_\w+)\b|--env [a-z_]+:|…|\.\.\.")  # what stands for a reader's own files
-
-
-def commands() -> list[tuple[str, str]]:
-    """Return (page, command) for each command in a block of code, without its comment."""
-    found = []
-    for page in PAGES:
-        inside = False
-        for line in page.read_text().replace("\\\n", " ").splitlines():
-            inside ^= line.startswith("```")
-            if inside or line.startswith("    "):
-                command = re.sub(r"\s#.*", "", line).strip().removeprefix("$ ")
-                if re.match(r"(\w+=\S+ )*(python|make)\s", command):
-                    found.append((page.name, " ".join(command.split())))
-    return list(dict.fromkeys(found))
 
 
 def words_of(command: str) -> list[str]:
@@ -229,7 +214,7 @@ def test_a_comparison_of_the_docs_runs(command: str, tmp_path: Path, capsys: pyt
         assert len(compare.next_seeds(compare.compare(args))) >= 2 * args.seeds
         return
     for name in ("sac", "td3"):
-        write(tmp_path / "lr" / name / "Hopper-v4" / "1", {0: [0.0], 1_000: [1.0]})
+        write_run(tmp_path / "lr" / name / "Hopper-v4" / "1", {0: [0.0], 1_000: [1.0]})
     compare.main(
         dataclasses.replace(args, folder=ROOT / "results" if str(args.folder) == "results" else tmp_path / "lr")
     )

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import tyro
-from conftest import PENDULUM, flags, module
+from conftest import PENDULUM, ROOT, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,7 +49,6 @@ from common.replay_buffer import Batch
 from common.timings import Timings
 from offline.offline_to_online import with_presets
 
-ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 STEP_ENVS = """
 import sys, gymnasium

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from d4rl_file import make
+from pages import commands
 from test_bad_input import bound_by_permissions
-from test_commands import commands
 
 from common.command_line import command_line, parse
 from common.errors import InputError

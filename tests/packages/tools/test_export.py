@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, every_algorithm, module
+from onnx_file import needs_onnx, run
 
 from common.acting import acting
 from common.errors import InputError, RunError
@@ -20,25 +21,6 @@ from envs.make import make
 from tools import export
 from tools.export import Args, main
 from tools.policies import load_policy
-
-needs_onnx = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")),
-    reason="ONNX is not installed: pip install -e '.[export]'",
-)
-
-
-def run(path: Path, obs: Any, seed: int = 0) -> Any:
-    """Return the actions of the file, with noise of this seed."""
-    import onnxruntime
-
-    session, random, actions = onnxruntime.InferenceSession(path), np.random.default_rng(seed), []
-    for one in np.split(obs, len(obs)):
-        given = {"obs": one}
-        for each in session.get_inputs()[1:]:
-            draw = random.standard_normal if each.name.startswith("normal") else random.random
-            given[each.name] = draw(each.shape).astype(np.float32)
-        actions.append(session.run(None, given)[0])
-    return np.concatenate(actions)
 
 
 @needs_onnx

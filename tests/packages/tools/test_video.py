@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import ROOT, Terminal, module
+from stand_ins import Film
 
 from common.errors import InputError, RunError
 from envs.make import make
@@ -56,24 +57,6 @@ class Fast(Drawn):
 gym.register("Drawn-v0", Drawn)
 gym.register("Fast-v0", Fast, max_episode_steps=5)
 gym.register("Undrawn-v0", Undrawn)
-
-
-class Film:
-    """Stands for imageio-ffmpeg, and keeps what it gets."""
-
-    def __init__(self, fails_after: int = 1_000) -> None:
-        self.frames: list[np.ndarray] = []
-        self.fails_after = fails_after
-
-    def write_frames(self, path: Path, size: tuple[int, int], fps: float, **options: Any) -> Iterator[None]:
-        self.path, self.size, self.fps = path, size, fps
-        path.write_bytes(b"begun")
-        try:
-            while len(self.frames) < self.fails_after:
-                self.frames.append((yield))
-            raise OSError(28, "No space left on device")
-        finally:
-            path.write_bytes(b"whole")
 
 
 @pytest.fixture
