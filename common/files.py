@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from filelock import FileLock
+
 from common.errors import InputError
 
 
@@ -26,6 +28,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         aside.unlink(missing_ok=True)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keep other processes that ask for the same out. Raises filelock.Timeout if one is inside, or OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, fallback_to_soft=False)
+    with lock:
+        try:
+            yield
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

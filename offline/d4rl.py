@@ -234,7 +234,10 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
         facts |= {"env": ENVIRONMENTS.get(source), "untrusted_env": None}
     else:
         env, kwargs = facts.get("env"), facts.get("env_kwargs")
-        facts = {"reference": None if env and kwargs and not is_plain(env, kwargs) else reference(env)} | facts
+        known = reference(env)
+        if known and env and kwargs and not is_plain(env, kwargs):  # which asks an environment that must be here
+            known = None
+        facts = {"reference": known} | facts
     rewards = layout.column("rewards")
     # A kitchen episode ends when all four tasks are complete. Its files do not mark that; WSRL's fork of D4RL does.
     complete = 4.0 if entry and source.startswith("kitchen") and not compat else np.nan

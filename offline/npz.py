@@ -1,5 +1,6 @@
 """Read NumPy's .npz archives without pickle, whole arrays or block by block."""
 
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from common.errors import InputError
 from offline.arrays import Array
 
 # What NumPy and zipfile raise on an archive that is damaged or encrypted, and on one whose arrays are pickles.
-BAD_ARCHIVE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError)
+BAD_ARCHIVE = (
+    OSError, ValueError, EOFError, KeyError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+    RuntimeError,
+)  # fmt: skip
 
 
 class Archive:

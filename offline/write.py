@@ -1,5 +1,6 @@
 """Write a dataset as one HDF5 file in D4RL's layout or as a Minari dataset, either completely or not at all."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -14,6 +15,7 @@ import gymnasium as gym
 import h5py
 import minari
 import numpy as np
+from filelock import Timeout
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Dict, flatdim, unflatten
 from minari.data_collector import EpisodeBuffer
@@ -111,17 +113,18 @@ def write_dataset(
         "episodes": episodes,
         "versions": versions(),
     }
-    if recipe_at(output) is not None:
-        raise InputError(f"{output} exists: give another output")
-    if in_minari:
-        data = data._replace(actions=data.actions.astype(actions_box.dtype))
-        write_minari(output.removeprefix(MINARI), data, spaces, recipe, ref_scores)
-    else:
-        arrays = _d4rl_arrays(data)
-        if next_observations is None:
-            del arrays["next_observations"]
-        attributes |= {"action_low": actions_box.low, "action_high": actions_box.high}
-        _write_hdf5(Path(output), arrays, attributes | _recipe_and_scores(recipe, ref_scores))
+    with reserved(output) as before:
+        if before is not None:
+            raise InputError(f"{output} exists: give another output")
+        if in_minari:
+            data = data._replace(actions=data.actions.astype(actions_box.dtype))
+            write_minari(output.removeprefix(MINARI), data, spaces, recipe, ref_scores)
+        else:
+            arrays = _d4rl_arrays(data)
+            if next_observations is None:
+                del arrays["next_observations"]
+            attributes |= {"action_low": actions_box.low, "action_high": actions_box.high}
+            _write_hdf5(Path(output), arrays, attributes | _recipe_and_scores(recipe, ref_scores))
     log.info(
         f"{len(data.rewards):,} steps in {episodes:,} episodes ({episodes - cut:,} terminated, {cut:,} cut) are "
         f"written to {output}"
@@ -159,50 +162,60 @@ def _spaces(data: Transitions, env_id: str | None, kwargs: dict[str, Any], box: 
     return Spaces(env.observation_space, own_box or env.action_space, env.spec)
 
 
-def recipe_at(output: str) -> dict[str, Any] | None:
-    """Return the recipe of the dataset at `output`, or None if nothing is there and a dataset can be written.
+@contextlib.contextmanager
+def reserved(output: str) -> Iterator[dict[str, Any] | None]:
+    """Yield the recipe of the dataset at `output`, or None if nothing is there and a dataset can be written.
 
-    Raises InputError if something else is there, or if `output` cannot be written.
+    No other command can write there until the block ends. Raises InputError if one is writing, if something else is
+    there, or if `output` cannot be written.
     """
+    path = _path_of(output)
+    with contextlib.ExitStack() as stack:
+        try:
+            if not path.exists():
+                stack.enter_context(files.only_writer(path))
+                _require_writable(output, path)
+            recipe = _recipe_of(output, path) if path.exists() else None  # another command may just have ended
+        except Timeout:
+            raise InputError(f"another command is writing {output}: wait for it, or give another --output") from None
+        except OSError as error:
+            raise InputError(f"{output} cannot be written ({error.strerror or error}): give another --output") from None
+        yield recipe
+
+
+def _path_of(output: str) -> Path:
+    if output.startswith(MINARI):
+        try:
+            parse_dataset_id(output.removeprefix(MINARI))
+        except (ValueError, TypeError):
+            raise InputError(f"--output {output}: give {MINARI}namespace/name-v0") from None
+        return Path(get_dataset_path(output.removeprefix(MINARI)))
+    if Path(output).suffix != ".hdf5":
+        raise InputError(f"--output {output}: give a file that ends in .hdf5, or {MINARI}namespace/name-v0")
+    return Path(output)
+
+
+def _recipe_of(output: str, path: Path) -> dict[str, Any]:
     try:
-        return _recipe_of_minari(output.removeprefix(MINARI)) if output.startswith(MINARI) else _recipe_of_file(output)
-    except OSError as error:
-        raise InputError(f"{output} cannot be written ({error.strerror or error}): give another --output") from None
-    except (KeyError, TypeError, ValueError):
+        if output.startswith(MINARI):
+            return dict(json.loads(str(MinariStorage.read_raw_metadata(path / "data")["recipe"])))
+        with h5py.File(path) as file:
+            return dict(json.loads(file.attrs["recipe"]))
+    except (KeyError, TypeError, ValueError, OSError):  # an OSError where it is not HDF5 at all
         raise InputError(f"{output} exists and was not written by this command: give another --output") from None
 
 
-def _recipe_of_file(output: str) -> dict[str, Any] | None:
-    path = Path(output)
-    if path.suffix != ".hdf5":
-        raise InputError(f"--output {output}: give a file that ends in .hdf5, or {MINARI}namespace/name-v0")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+def _require_writable(output: str, path: Path) -> None:
+    if output.startswith(MINARI):
+        aside = _aside(path)
+        shutil.rmtree(aside, ignore_errors=True)  # left by a command that was killed
+        aside.mkdir()
+        aside.rmdir()
+    else:
         aside = path.with_name(path.name + ".part")
         aside.unlink(missing_ok=True)
         aside.touch(exist_ok=False)  # it follows no link
         aside.unlink()
-        return None
-    try:
-        with h5py.File(path) as file:
-            return dict(json.loads(file.attrs["recipe"]))
-    except OSError:
-        raise ValueError from None  # not HDF5 at all
-
-
-def _recipe_of_minari(dataset_id: str) -> dict[str, Any] | None:
-    try:
-        parse_dataset_id(dataset_id)
-    except (ValueError, TypeError):
-        raise InputError(f"--output {MINARI}{dataset_id}: give {MINARI}namespace/name-v0") from None
-    folder = get_dataset_path(dataset_id)
-    if folder.exists():
-        return dict(json.loads(str(MinariStorage.read_raw_metadata(folder / "data")["recipe"])))
-    aside = _aside(folder)
-    shutil.rmtree(aside, ignore_errors=True)  # left by a command that was killed
-    aside.mkdir(parents=True)
-    aside.rmdir()
-    return None
 
 
 def write_d4rl(

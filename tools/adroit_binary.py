@@ -26,6 +26,7 @@ from typing import Any, Literal
 import gymnasium as gym
 import numpy as np
 
+from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import Finished, InputError
 from common.messages import log
@@ -35,7 +36,7 @@ from offline import d4rl
 from offline.arrays import Transitions
 from offline.dataset import Dataset, load
 from offline.environments import BINARY
-from offline.write import recipe_at, write_d4rl
+from offline.write import reserved, write_d4rl
 
 
 @dataclass
@@ -81,17 +82,23 @@ def until_solved(data: Transitions) -> Transitions:
 
 
 def main(args: Args) -> None:
+    at_least(1, rollouts=args.rollouts)
     if args.demonstrations in d4rl.IDS and "-human-" in args.demonstrations:
         raise InputError(
             f"{args.demonstrations} marks time-outs inside its demonstrations, which are cut there (docs/d4rl.md): "
             f"give Minari's, D4RL/{args.task}/human-v2"
         )
     arguments = asdict(args)
-    before = recipe_at(args.output)
-    if before is not None:
-        if before.get("arguments") != arguments:
-            raise InputError(f"{args.output} exists and was made with other arguments: give another --output")
-        raise Finished(f"{args.output} was already made by the same command: nothing to do")
+    with reserved(args.output) as before:
+        if before is not None:
+            if before.get("arguments") != arguments:
+                raise InputError(f"{args.output} exists and was made with other arguments: give another --output")
+            raise Finished(f"{args.output} was already made by the same command: nothing to do")
+        make(args)
+
+
+def make(args: Args) -> None:
+    """Train the imitating policy, collect its episodes, and write them with the demonstrations."""
     env_id = BINARY[args.task, False]
     env = gym.make(env_id.partition(":")[2])
     assert env.spec is not None
@@ -99,16 +106,17 @@ def main(args: Args) -> None:
     assert horizon is not None
     work = Path(args.output).with_suffix("")  # next to the result, for the policy and its rollouts
     policy, rollouts = work / f"bc-{args.updates}-{args.seed}", work / f"rollouts-{args.rollouts}-{args.seed}.hdf5"
+    side_by_side = max(n for n in range(1, 11) if args.rollouts % n == 0)  # so that all episodes are whole
     shared = ["--env", env_id, "--seed", str(args.seed)]
     run("algos.bc", "--dataset", args.demonstrations, *shared, "--offline-steps", str(args.updates),
         "--eval-every", str(args.updates), "--run-dir", str(policy))  # fmt: skip
-    run("tools.collect", "--policy", str(policy), *shared, "--num-envs", "10",
+    run("tools.collect", "--policy", str(policy), *shared, "--num-envs", str(side_by_side),
         "--transitions", str(args.rollouts * horizon), "--output", str(rollouts))  # fmt: skip
     both = [parts(load(source), args.task) for source in (args.demonstrations, str(rollouts))]
     counts = [sum(bool((part.rewards[e] == 0).any()) for e in part.episodes()) for part in both]
     data = Transitions(*map(np.concatenate, zip(*both, strict=True)))
     data = data if args.goes_on else until_solved(data)
-    recipe: dict[str, Any] = {"arguments": arguments, "versions": versions(), "commit": commit()}
+    recipe: dict[str, Any] = {"arguments": asdict(args), "versions": versions(), "commit": commit()}
     recipe |= {"solved demonstrations": counts[0], "solved roll-outs": counts[1], "transitions": len(data.rewards)}
     env_id = BINARY[args.task, not args.goes_on]
     write_d4rl(Path(args.output), data, env_id, gym.make(env_id.partition(":")[2]), recipe)

@@ -37,7 +37,7 @@ from common.seeding import seeds
 from envs.make import make, make_vector, unwrapped
 from envs.settings import is_same_variant, require_constructor_arguments
 from offline.arrays import Transitions
-from offline.write import MINARI, Infos, recipe_at, write_d4rl, write_minari
+from offline.write import MINARI, Infos, reserved, write_d4rl, write_minari
 from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained
 
 
@@ -113,21 +113,21 @@ def collect(args: Args) -> None:
         "versions": versions(),
         "commit": commit(),
     }
-    before = recipe_at(args.output)
-    if before is not None:
-        _same_or_refuse(args.output, before, recipe)
-    try:
-        data, infos = _replayed(run, env) if run else _collected(args, env_id, settings, policies)
-        data = _in_own_units(data, env)
-        facts = _facts(data)
-        recipe |= facts
-        if args.output.startswith(MINARI):
-            write_minari(args.output.removeprefix(MINARI), data, env, recipe, args.ref_scores, infos)
-        else:
-            write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores, settings)
-    except KeyboardInterrupt:
-        log.info("interrupted: nothing was written")
-        raise SystemExit(130) from None
+    with reserved(args.output) as before:
+        if before is not None:
+            _same_or_refuse(args.output, before, recipe)
+        try:
+            data, infos = _replayed(run, env) if run else _collected(args, env_id, settings, policies)
+            data = _in_own_units(data, env)
+            facts = _facts(data)
+            recipe |= facts
+            if args.output.startswith(MINARI):
+                write_minari(args.output.removeprefix(MINARI), data, env, recipe, args.ref_scores, infos)
+            else:
+                write_d4rl(Path(args.output), data, env_id, env, recipe, args.ref_scores, settings)
+        except KeyboardInterrupt:
+            log.info("interrupted: nothing was written")
+            raise SystemExit(130) from None
     said = f"{facts['transitions']:,} transitions, {facts['episodes']:,} episodes "
     said += f"({facts['cut_episodes']:,} of them unfinished)"
     if facts["return"]:

@@ -9,6 +9,8 @@ networks of the runs are small on purpose: learning must take all of the 200,000
 Each command does nothing if its result exists, so the same command resumes a suite that was stopped.
 """
 
+import common.start
+
 import json
 import os
 import subprocess
@@ -18,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
-
-from common.errors import InputError
+from common.command_line import command_line
+from common.errors import InputError, RunError
 from common.files import write_json
 from common.messages import log
 from common.provenance import sha256_of
@@ -110,7 +111,9 @@ def _check(path: Path, sha256: str) -> None:
 
 def _run(line: str, *paths: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *line.split(), *paths], check=True, cwd=ROOT, env=environment)
+    done = subprocess.run([sys.executable, *line.split(), *paths], check=False, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise RunError(f"python {line.partition(' --')[0]} failed: see above")
 
 
 def main(args: Args) -> None:
@@ -124,7 +127,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Args))
-    except (InputError, subprocess.CalledProcessError) as error:
-        sys.exit(f"datasets: {error}")
+    command_line(main, Args)

@@ -165,8 +165,10 @@ def coverage(recording: RawDataset, reference: RawDataset) -> float:
             f"{recording.id} and {reference.id} have different observations or actions: give another --reference"
         )
     count = min(len(recording), len(reference))
-    low = np.min([part.min(0) for part in _pairs(reference, count)], axis=0)
-    high = np.max([part.max(0) for part in _pairs(reference, count)], axis=0)
+    parts = [part for part in _pairs(reference, count) if len(part)]
+    if not parts:
+        raise InputError(f"{reference.id} has no finite observations and actions: give another --reference")
+    low, high = np.min([part.min(0) for part in parts], axis=0), np.max([part.max(0) for part in parts], axis=0)
     edges = np.linspace(low, high, EDGES)
     return _cells(recording, count, edges) / _cells(reference, count, edges)
 
@@ -295,6 +297,8 @@ def _horizon_of_reference(args: Args) -> int | None:
 
 def main(args: Args) -> None:
     """Print what `args.dataset` holds, and write the files that are asked for."""
+    if args.picture is not None and args.picture.suffix not in ("", ".png", ".pdf", ".svg"):
+        raise InputError(f"--picture {args.picture}: give a file that ends in .png, .pdf or .svg")
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
     found, returns = facts(recording, reference, args.env), recording.returns()

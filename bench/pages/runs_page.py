@@ -16,9 +16,18 @@ from bench.report.tables import Table, spread
 from common import run_folder
 from common.arguments import MAY_DIFFER, OffPolicyArgs
 from common.errors import InputError
-from common.run_folder import CONFIG, EVALUATIONS, Curve, is_finished, mean_by_step, read_config, read_evaluations
+from common.run_folder import (
+    CONFIG,
+    DATASET_FILES,
+    EVALUATIONS,
+    Curve,
+    is_finished,
+    mean_by_step,
+    read_config,
+    read_evaluations,
+)
 
-LEFT_OUT = {"env", "dataset", "seed", "device", *MAY_DIFFER}
+LEFT_OUT = {"seed", "device", *MAY_DIFFER}
 
 
 @dataclass(frozen=True)
@@ -35,16 +44,17 @@ class OwnRun:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Its arguments, without the task, the seed and what does not change what a run computes."""
+        """Its arguments, without the seed and what does not change what a run computes."""
         arguments = self.config["arguments"]
         extendable = OffPolicyArgs.extendable if "overlap" in arguments else ()  # PPO's schedule depends on its length
         return {name: value for name, value in arguments.items() if name not in (*LEFT_OUT, *extendable)}
 
     @property
     def task(self) -> str:
-        """The dataset, or the environment of a run without one."""
+        """The dataset's id or the name of its file, or the environment of a run without a dataset."""
         arguments = self.config["arguments"]
-        return Path(arguments.get("dataset") or arguments.get("env") or "unknown").name
+        task = Path(arguments.get("dataset") or arguments.get("env") or "unknown")
+        return task.name if task.suffix in DATASET_FILES else str(task)
 
     @property
     def returns(self) -> Curve:

@@ -38,16 +38,18 @@ def reached(curves: Curves, step: int) -> Runs:
 def online_runs(step: int) -> tuple[Runs, Runs]:
     """Return our and the published runs at `step`, divided by the published mean at the last of STEPS.
 
-    Tasks without published runs are left out.
+    Both have the same tasks, those on which both have runs that reached the step.
     """
     theirs = published()
     unit = {key: np.mean(list(there(seeds, STEPS[-1]).values())) for key, seeds in theirs.items()}
     ours = {key: seeds for key, seeds in online().items() if key in unit}
     both: list[Runs] = [reached(ours, step), reached({key: theirs[key] for key in ours}, step)]
-    for runs in both:
-        for algo, tasks in runs.items():
-            runs[algo] = {env: [float(value / unit[algo, env]) for value in values] for env, values in tasks.items()}
-    return both[0], both[1]
+    common = {(algo, env) for algo, tasks in both[0].items() for env in tasks if env in both[1].get(algo, {})}
+    scaled: list[Runs] = [defaultdict(dict), defaultdict(dict)]
+    for runs, found in zip(both, scaled, strict=True):
+        for algo, env in sorted(common):
+            found[algo][env] = [float(value / unit[algo, env]) for value in runs[algo][env]]
+    return scaled[0], scaled[1]
 
 
 def only_means() -> set[str]:

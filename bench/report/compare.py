@@ -21,6 +21,7 @@ import numpy as np
 import tyro
 
 from bench.report.adastop import Design, Found, Pair, Scores, decide
+from bench.report.archive_run import KEPT_EVALUATIONS
 from bench.report.curves import at
 from bench.sweep import sweep
 from bench.sweep.suite import jobs, read_suite
@@ -32,7 +33,7 @@ from common.messages import print_result
 from common.run_folder import Curve, mean_by_step
 
 Run = tuple[str, str, int]  # name, task, seed
-EVALUATIONS = f"{run_folder.EVALUATIONS}*"  # also the .gz that bench/report/archive_run.py writes
+EVALUATIONS = run_folder.EVALUATIONS, KEPT_EVALUATIONS  # of two that are there, the first
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,19 @@ def compare(args: Args) -> Comparison:
 
 def runs_in(folder: Path) -> list[tuple[str, str]]:
     """Return the (name, task) of every run in a folder, sorted. Raise InputError if it holds none or is absent."""
-    paths = {path.parent.parent for path in folder.glob(f"*/*/*/{EVALUATIONS}")}
+    paths = {path.parent.parent for task in folder.glob("*/*") for path in evaluations_in(task)}
     if not paths:
         raise InputError(
             f"{folder} holds no run, <name>/<task>/<seed>/evaluations.csv: give the folder of a sweep's suite, or the "
             "--suite to run"
         )
     return sorted((path.parent.name, path.name) for path in paths)
+
+
+def evaluations_in(task: Path) -> list[Path]:
+    """Return the file of evaluations of each run of a task. A copy under another name is not one."""
+    found = {path.parent: path for name in reversed(EVALUATIONS) for path in task.glob(f"*/{name}")}
+    return list(found.values())
 
 
 def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -131,7 +138,7 @@ def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, 
     """
     curves, ends = {}, []
     for name in names:
-        for path in (args.folder / name / task).glob(f"*/{EVALUATIONS}"):
+        for path in evaluations_in(args.folder / name / task):
             unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
             if path.parent.name.isdecimal() and not unfinished:
                 run_folder.require_unchanged(path.parent)
@@ -255,8 +262,9 @@ def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
         raise InputError(f"suite {suite} does not run {', '.join(lacking)}: give other --names or --tasks")
 
     def run(needed: list[Run]) -> None:
-        of_now = sweep.Sweep([by_run[one] for one in needed if not sweep.is_done(by_run[one])])
-        sweep.execute(of_now, sweep.Args(name, args.folder))
+        with sweep.alone_in(args.folder / suite):
+            of_now = sweep.Sweep([by_run[one] for one in needed if not sweep.is_done(by_run[one])])
+            sweep.execute(of_now, sweep.Args(name, args.folder))
         if of_now.failed:
             raise RunError(
                 f"{len(of_now.failed)} runs failed: run the same command to start them again\n{of_now.table()}"

@@ -31,7 +31,7 @@ from common.command_line import command_line
 from common.errors import InputError
 from common.files import replacing
 from common.messages import print_result
-from common.run_folder import CONFIG, EVALUATIONS, Curve, mean_by_step, read_config, read_evaluations
+from common.run_folder import CONFIG, EVALUATIONS, Curve, mean_by_step, read_config, read_evaluations, task_name
 
 RESAMPLES = 1_000  # of the seeds
 COLUMNS = ("utd", "batch_size", "critic_lr", "seed", "step", "return")
@@ -90,7 +90,7 @@ Runs = dict[Setting, list[Curve]]
 
 
 def read(path: Path) -> Runs:
-    """Return the curves by setting. Raises InputError if there are none."""
+    """Return the curves by setting. Raises InputError if there are none, or those of several tasks or algorithms."""
     runs: dict[Setting, dict[str, Curve]] = defaultdict(lambda: defaultdict(dict))
     if path.suffix == ".csv":
         with path.open(newline="") as file:
@@ -98,10 +98,18 @@ def read(path: Path) -> Runs:
                 setting = Setting(int(row["utd"]), int(row["batch_size"]), float(row["critic_lr"]))
                 runs[setting][row["seed"]][int(row["step"])] = float(row["return"])
     else:
-        for config in sorted(path.rglob(CONFIG)):
-            arguments = read_config(config.parent, "is not a run's")["arguments"]
+        of: set[tuple[str, str]] = set()
+        for path_of_config in sorted(path.rglob(CONFIG)):
+            config = read_config(path_of_config.parent, "is not a run's")
+            arguments = config["arguments"]
+            of.add((config["algo"], task_name(arguments)))
+            if len(of) > 1:
+                several = " and ".join(f"{algo} on {task}" for algo, task in sorted(of))
+                raise InputError(f"{path} has runs of {several}: give a folder that has those of one")
+            if missing := [name for name in Setting._fields if name not in arguments]:
+                raise InputError(f"{path_of_config.parent} has no --{missing[0].replace('_', '-')}: leave it out")
             setting = Setting(*(arguments[name] for name in Setting._fields))
-            rows = read_evaluations(config.parent / EVALUATIONS)
+            rows = read_evaluations(path_of_config.parent / EVALUATIONS)
             runs[setting][arguments["seed"]] = mean_by_step(rows, lambda row: float(row["return"]))
     if not runs:
         raise InputError(f"{path} holds no runs: give the folder of a suite")

@@ -152,17 +152,24 @@ def train(args: Args) -> None:
     if args.dry_run:
         print_result("\n".join(job.line for job in found))
         return
-    sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
-    log.info(f"{len(found)} runs in {args.folder / name}, of which {len(sweep.done)} are finished")
-    (args.folder / name).mkdir(parents=True, exist_ok=True)
-    try:
-        with lock_of(args.folder / name):
-            execute(sweep, args)
-    except Timeout:
-        raise InputError(f"another sweep is running in {args.folder / name}: wait for it or stop it") from None
+    with alone_in(args.folder / name):
+        sweep = Sweep([job for job in found if not is_done(job)], [job for job in found if is_done(job)])
+        log.info(f"{len(found)} runs in {args.folder / name}, of which {len(sweep.done)} are finished")
+        execute(sweep, args)
     print_result(f"{sweep.table(whole=True)}\nresults in {args.folder / name}")
     if sweep.failed:
         raise RunError(f"{len(sweep.failed)} of {len(found)} runs failed: run the same command to start them again")
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other sweeps out of a suite's folder, which is made. Raise InputError if one is running there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_of(folder):
+            yield
+    except Timeout:
+        raise InputError(f"another sweep is running in {folder}: wait for it or stop it") from None
 
 
 def execute(sweep: Sweep, args: Args) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from stand_ins import HEADER, write_run
 
 from bench.report import compare
@@ -255,3 +256,26 @@ def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "runs" / "mine" / "td3" / "Pendulum-v1" / "5" / "evaluations.csv").exists()
     with pytest.raises(InputError, match="suite mine has no run of ppo, which --names names"):
         compare.main(Args(tmp_path / "runs", suite=str(suite), names=("sac", "ppo"), tasks=("Pendulum-v1",)))
+
+
+@pytest.mark.parametrize(
+    "name", ["evaluations.csv.part", "evaluations.csv.bak", "evaluations.csv2", "evaluations.csv.zip"]
+)
+def test_other_files_next_to_the_evaluations_are_no_evaluations(name: str, tmp_path: Path):
+    for run in "ab":
+        write_run(tmp_path / run / "T" / "1", {0: [1.0], 10: [5.0]})
+        (tmp_path / run / "T" / "1" / name).write_text(HEADER + "20,0,-99.0,1,,\n")
+    write_run(tmp_path / "c" / "T" / "1", {0: [1.0]})
+    (tmp_path / "c" / "T" / "1" / "evaluations.csv").rename(tmp_path / "c" / "T" / "1" / name)
+    found = compare.compare(Args(tmp_path))
+    assert found.names == ("a", "b")
+    assert found.scores == {("a", "T", 1): 5.0, ("b", "T", 1): 5.0}
+
+
+def test_a_suite_that_another_command_runs_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    suite = tmp_path / "mine.toml"
+    suite.write_text('[[runs]]\nalgo = ["sac", "td3"]\nenvs = "Pendulum-v1"\nseeds = 2\n')
+    monkeypatch.setattr(sweep, "execute", None)
+    (folder := tmp_path / "runs" / "mine").mkdir(parents=True)
+    with FileLock(folder / ".lock"), pytest.raises(InputError, match=f"another sweep is running in {folder}: wait"):
+        compare.main(Args(tmp_path / "runs", suite=str(suite)))

@@ -239,3 +239,14 @@ def test_each_algorithm_has_one_colour_and_its_variants_differ_in_style():
     assert len({line.colour for line in lines.values()}) == 3
     assert len(set(figures.COLOURS.values()) | set(figures.OTHERS)) == len(figures.COLOURS) + len(figures.OTHERS)
     assert len(set(figures.colours_of(ALGORITHMS).values())) == len(ALGORITHMS)
+
+
+def test_ours_and_the_published_are_of_the_same_environments(monkeypatch: pytest.MonkeyPatch):
+    """At a step that runs of ours have reached on one of two."""
+    curve = {step: float(step) for step in aggregates.STEPS}
+    ours = {("sac", "A"): {"1": curve}, ("sac", "B"): {"1": {100_000: 1.0}}}
+    theirs = {("sac", env): {"1": curve, "2": curve} for env in "ABC"}
+    monkeypatch.setattr(aggregates, "online", lambda: ours)
+    monkeypatch.setattr(aggregates, "published", lambda: theirs)
+    assert [sorted(runs["sac"]) for runs in online_runs(100_000)] == [["A", "B"]] * 2
+    assert [dict(runs) for runs in online_runs(1_000_000)] == [{"sac": {"A": [1.0]}}, {"sac": {"A": [1.0, 1.0]}}]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pages.runs_page import own_runs, own_table, runs_page
+from bench.pages.runs_page import own_lines, own_runs, own_table, runs_page
 from bench.report import report
 from common.errors import InputError
 
@@ -52,3 +52,27 @@ def test_the_page_contains_figures_and_needs_nothing_else(runs: Path, capsys: py
 def test_a_folder_without_runs_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="has no run with evaluations"):
         own_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tasks", "lines"),
+    [
+        ({"dataset": "D4RL/pen/human-v2"}, {"dataset": "D4RL/door/human-v2"},
+         ["D4RL/door/human-v2", "D4RL/pen/human-v2"], ["IQL", "IQL"]),
+        ({"dataset": "a/x.hdf5"}, {"dataset": "b/x.hdf5"},
+         ["x.hdf5"], ["IQL, dataset a/x.hdf5", "IQL, dataset b/x.hdf5"]),
+        ({"dataset": "x.hdf5", "env": "A-v0"}, {"dataset": "x.hdf5", "env": "B-v0"},
+         ["x.hdf5"], ["IQL, env A-v0", "IQL, env B-v0"]),
+        ({"env": "a/X-v0"}, {"env": "b/X-v0"}, ["a/X-v0", "b/X-v0"], ["IQL", "IQL"]),
+    ],
+)  # fmt: skip
+def test_runs_of_different_data_share_no_curve(
+    first: dict[str, str], second: dict[str, str], tasks: list[str], lines: list[str], tmp_path: Path
+):
+    for seed, arguments in enumerate((first, second)):
+        add(tmp_path / str(seed), "iql", "", seed, {0: (1.0,)})
+        config = {"algo": "iql", "arguments": {"env": "", "seed": seed} | arguments}
+        (tmp_path / str(seed) / "config.json").write_text(json.dumps(config))
+    found = own_lines(own_runs(tmp_path))
+    assert list(found) == tasks
+    assert [line.name for of_task in found.values() for line in of_task] == lines

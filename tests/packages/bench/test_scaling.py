@@ -128,3 +128,14 @@ def test_prints_three_tables_and_keeps_the_curves(tmp_path: Path, capsys: pytest
     assert [len(table.splitlines()) for table in (bests, laws, predictions)] == [12, 4, 4]
     assert " 0.90 |" in laws
     assert read(tmp_path / "kept" / "curves.csv") == read(tmp_path / "curves.csv")
+
+
+def test_runs_of_several_tasks_or_without_a_setting_are_refused(small, tmp_path: Path):
+    """Else one task's curves would take the place of the other's."""
+    module("sac").train(small(total_steps=20, run_dir=tmp_path / "runs" / "a" / "1"))
+    module("sac").train(small(total_steps=20, env="Hopper-v4", run_dir=tmp_path / "runs" / "b" / "1"))
+    with pytest.raises(InputError, match="has runs of sac on Hopper-v4 and sac on Pendulum-v1: give a folder"):
+        read(tmp_path / "runs")
+    module("ppo").train(small("ppo", total_steps=20, run_dir=tmp_path / "ppo" / "1"))
+    with pytest.raises(InputError, match=r"ppo/1 has no --utd: leave it out"):
+        read(tmp_path / "ppo")

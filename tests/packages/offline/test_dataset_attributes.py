@@ -280,3 +280,9 @@ class TestWrongAttributes:
         test_minari.create([steps], "mine/three-v0", action_space=unbounded)
         with pytest.raises(InputError, match=r"mine/three-v0 specifies neither the box of its actions"):
             load("mine/three-v0")
+
+
+def test_arguments_of_an_environment_that_is_not_here_matter_only_where_it_is_needed(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "a.hdf5", env="Theirs-v0", env_kwargs='{"size": 3}', box=([-2.0], [2.0]))
+    assert load(str(path), env="Pendulum-v1").reference is None
+    assert facts(d4rl.read(str(path)))["transitions"] == 6

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 from common.errors import InputError, RunError
 from offline.dataset import load
-from offline.write import write_dataset
+from offline.write import reserved, write_dataset
 
 OUTPUTS = ("data/mine.hdf5", "minari:mine/arrays-v0")
 LENGTHS = (4, 1, 3, 5)  # of the episodes; the second and the last terminate
@@ -296,3 +296,26 @@ def test_an_example_of_the_docs_runs(page: str, first: str, file: str, transitio
     dataset = load(f"data/{file}")
     assert (len(dataset), dataset.env) == (transitions, "Pendulum-v1")
     assert dataset.truncations.sum() == transitions / 200
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_two_writers_of_one_dataset(output: str) -> None:
+    """The second is refused while the first is at work, whose dataset is whole; nothing else is left."""
+    with reserved(output) as before:
+        assert before is None
+        with pytest.raises(InputError, match=f"another command is writing {output}: wait for it, or give another"):
+            written(output)
+    folder = Path("data") if output.endswith("hdf5") else Path(os.environ["MINARI_DATASETS_PATH"]) / "mine"
+    assert list(folder.iterdir()) == []
+    assert len(written(output)) == 13
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_dataset_that_was_made_in_the_meantime_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a command that ended between the question whether it exists and the lock."""
+    whole = written("data/mine.hdf5").fingerprint()
+    exists, asked = Path.exists, []
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and bool(asked or asked.append(path)))
+    with pytest.raises(InputError, match="exists: give another output"):
+        written("data/mine.hdf5", rewards=np.zeros(13))
+    assert load("data/mine.hdf5", max_action=None).fingerprint() == whole

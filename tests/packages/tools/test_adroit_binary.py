@@ -132,3 +132,23 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             main(Args(str(PEN), args.output, goes_on=not goes_on, rollouts=10, updates=400))
         Path(args.output).unlink()
         monkeypatch.setattr("tools.adroit_binary.run", lambda *command: None)
+
+
+@pytest.mark.parametrize(("rollouts", "side_by_side"), [(500, "10"), (15, "5"), (7, "7"), (11, "1")])
+def test_all_rollouts_are_whole(
+    rollouts: int, side_by_side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many transitions in each of the environments that run side by side as whole episodes have."""
+
+    def stop_at_collect(module: str, *arguments: str) -> None:
+        if module == "tools.collect":
+            raise InputError(" ".join(arguments))
+
+    monkeypatch.setattr("tools.adroit_binary.run", stop_at_collect)
+    with pytest.raises(InputError, match=f"--num-envs {side_by_side} --transitions {rollouts * 100} "):
+        main(Args("mine.hdf5", str(tmp_path / "pen.hdf5"), rollouts=rollouts))
+
+
+def test_no_rollouts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--rollouts is 0: give a number from 1 up"):
+        main(Args("mine.hdf5", str(tmp_path / "pen.hdf5"), rollouts=0))

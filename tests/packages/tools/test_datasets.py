@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from common.errors import InputError, RunError
 from offline.dataset import load
+from tools import datasets
 from tools.collect import Args, collect
-from tools.datasets import describe
+from tools.datasets import SUITE, describe
 
 
 def random_data(path: Path, seed: int) -> None:
@@ -24,3 +28,11 @@ def test_another_dataset_of_the_same_name_is_described_beside_itself(tmp_path: P
         assert facts[folder]["transitions"] == 200
     assert facts[described]["fingerprint"] != facts[second]["fingerprint"]
     assert "differs from the dataset of the published results" in capsys.readouterr().err
+
+
+def test_other_experts_are_refused_and_a_command_that_fails_is_named(tmp_path: Path):
+    (tmp_path / f"tqc-{next(iter(SUITE))}-v3.zip").write_bytes(b"another")
+    with pytest.raises(InputError, match="is not the suite's expert: give other --experts"):
+        datasets.build(next(iter(SUITE)), datasets.Args(tmp_path, experts=tmp_path))
+    with pytest.raises(RunError, match=r"^python -m no_such_module failed: see above$"):
+        datasets._run("-m no_such_module --flag 1")

@@ -176,3 +176,12 @@ def test_a_picture_in_any_format(tmp_path: Path) -> None:
     for kind in ("png", "pdf", "svg"):
         draw(np.arange(10.0), "ten", tmp_path / f"a.{kind}")
         assert (tmp_path / f"a.{kind}").stat().st_size > 1000
+
+
+def test_what_cannot_be_drawn_or_compared_is_refused(tmp_path: Path) -> None:
+    path, nothing = (str(make(tmp_path / f"{name}.hdf5", "..t", **rows))
+                     for name, rows in (("a", {}), ("b", {"observations": np.full((3, 2), np.nan)})))  # fmt: skip
+    with pytest.raises(InputError, match=r"--picture a\.xyz: give a file that ends in \.png, \.pdf or \.svg"):
+        main(Args(path, picture=Path("a.xyz")))
+    with pytest.raises(InputError, match=r"b\.hdf5 has no finite observations and actions: give another --reference"):
+        main(Args(path, reference=nothing))
