@@ -18,6 +18,7 @@ Choices that differ from the paper:
 import common.start
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from envs.rollout import Rollout
 
 @dataclass
 class Args(OnlineArgs):
+    worth_compiling: ClassVar[int] = 20_000  # an update at every step
+
     # Networks
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the hidden layers, for policy and value function."""
@@ -148,6 +151,11 @@ class STREAMAC:
         for traces in (self.actor_traces, self.critic_traces):
             traces.mul_((~dones).unsqueeze(-1))
         return metrics
+
+    def discard_unfinished_episodes(self, exact: list[bool]) -> None:
+        """End the traces of those environments [num_envs] that were not restored exactly."""
+        for traces in (self.actor_traces, self.critic_traces):
+            traces[~torch.tensor(exact)] = 0.0
 
 
 @returns_result

@@ -304,6 +304,10 @@ def with_networks(args: Args) -> Args:
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
+    for name, value in shapes.items():
+        if name in args._given and (given := getattr(args, name)) not in (value, getattr(Args, name)):
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is {given}, but {args.init_from} has {value}: leave --{flag} out")
     log.info(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}")
     return args.filled_in(**shapes)
 

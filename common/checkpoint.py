@@ -5,6 +5,7 @@ import io
 import pickle
 import zipfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +41,13 @@ class Part:
 
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:
         """Forget the unfinished episode of each environment whose `exact` [num_envs] is False: it was not restored."""
+
+
+def discard_unfinished_episodes(parts: Iterable[object], exact: list[bool]) -> None:
+    """Let each part that knows of episodes forget those of environments whose `exact` [num_envs] is False."""
+    for part in parts:
+        if hasattr(part, "discard_unfinished_episodes"):
+            part.discard_unfinished_episodes(exact)
 
 
 def state_of(agent: object) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common.errors import InputError
 from common.optim import Adam
@@ -153,4 +154,5 @@ class _GraphEntry(Generic[R]):
         if self.calls == WARM_UP + 1:
             self.results = self.graph.record(self.call)
         self.graph.replay()
-        return self.results
+        results: R = tree_map(lambda leaf: leaf, self.results)  # a dict of the caller's own, who may change it
+        return results

@@ -74,18 +74,30 @@ class FixedNormalizer(nn.Module):
         self.scale.copy_(torch.from_numpy(deviation) + self.epsilon)
 
 
-class RewardScaler(nn.Module):
+class _OfEpisodes(nn.Module):
+    """Holds the discounted sum of rewards of each environment's episode so far."""
+
+    sums: Tensor
+
+    def __init__(self, num_envs: int, gamma: float) -> None:
+        super().__init__()
+        self.gamma, self.normalizer = gamma, RunningNormalizer(1)
+        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
+
+    def discard_unfinished_episodes(self, exact: list[bool]) -> None:
+        """Begin the sums of those environments [num_envs] again that were not restored exactly."""
+        self.sums[~torch.tensor(exact)] = 0.0
+
+
+class RewardScaler(_OfEpisodes):
     """Divides rewards by the running standard deviation of their discounted sum, and clips.
 
     Source: "The 37 Implementation Details of PPO" (Huang et al. 2022), continuous control, details 8 and 9.
     """
 
-    sums: Tensor
-
     def __init__(self, num_envs: int, gamma: float, clip: float = 10.0) -> None:
-        super().__init__()
-        self.gamma, self.clip, self.normalizer = gamma, clip, RunningNormalizer(1)
-        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
+        super().__init__(num_envs, gamma)
+        self.clip = clip
 
     def forward(self, rewards: NDArray[np.float32], dones: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Add a rollout's rewards [steps, num_envs] to the statistics and return them scaled; `dones` reset sums."""
@@ -108,21 +120,19 @@ class RewardScaler(nn.Module):
         return (rewards * self.normalizer.scale).clamp(-self.clip, self.clip)
 
 
-class ReturnScaler(nn.Module):
+class ReturnScaler(_OfEpisodes):
     """Scales rewards so that their discounted sums G stay within ±bound and have a variance of at most 1.
 
     The divisor is max(√Var G, max |G| / bound), of all G so far. Source: SimbaV2 (Lee et al. 2025, arXiv 2502.15280),
     reward scaling.
     """
 
-    sums: Tensor
     largest: Tensor
     scale: Tensor
 
     def __init__(self, num_envs: int, gamma: float, bound: float) -> None:
-        super().__init__()
-        self.gamma, self.bound, self.normalizer = gamma, bound, RunningNormalizer(1)
-        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
+        super().__init__(num_envs, gamma)
+        self.bound = bound
         self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
         self.register_buffer("scale", torch.ones(()))
 

@@ -46,7 +46,7 @@ def _work(args: RunArgs) -> Iterator[tuple[str, int]]:
     yield "--utd", max(last, 0) * size("utd")
     for name in ("flow_steps", "denoising_steps", "improve_steps"):
         yield f"--{name.replace('_', '-')}", steps * size(name)
-    yield "--epochs", steps // (args.num_envs * size("rollout_steps")) * size("epochs")
+    yield "--epochs", steps // size("rollout_steps") * size("epochs")
 
 
 def _size(args: RunArgs, name: str) -> Any:
@@ -72,4 +72,4 @@ def _needs(args: RunArgs, device: torch.device) -> Iterator[tuple[str, int, torc
         rows = size(name) * size("cql_actions")
         yield f"--{name.replace('_', '-')}", rows * max(widest, size("width")) * NUMBER, device
     yield "--samples", size("samples") * max(widest, size("width")) * NUMBER, device
-    yield "--rollout-steps", size("rollout_steps") * size("num_envs") * NUMBER, device
+    yield "--rollout-steps", size("rollout_steps") * NUMBER, device

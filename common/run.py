@@ -156,8 +156,7 @@ class Run:
         rollout.load(self._replay, saved["rollout"])
         if not all(rollout.exact):
             self._warn_inexact()
-            for part in parts.values():
-                part.discard_unfinished_episodes(rollout.exact)
+            checkpoint.discard_unfinished_episodes([*parts.values(), agent, *vars(agent).values()], rollout.exact)
 
     @property
     def _replay(self) -> Path:

@@ -29,6 +29,7 @@ from formulas import make_batch
 
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import ReplayBuffer
+from common.run import Run
 from envs import make as environments
 from envs import rollout
 from envs.rollout import Rollout
@@ -137,6 +138,46 @@ def test_the_random_phase_is_as_long_as_said(
     module(algo).train(small(algo, num_envs=num_envs, **steps, **phase))
     assert taken == [True] * (30 // num_envs) + [False] * (30 // num_envs)
     assert np.abs(drawn).max() <= 1
+
+
+class Resumed(Exception):
+    """Ends a run before its first step."""
+
+
+@pytest.mark.parametrize(
+    ("algo", "changed"),
+    [
+        ("ppo", {"return_scaling": False}),
+        ("sac", {"critic": "hl-gauss"}),
+        ("td3", {"critic": "c51"}),
+        ("simba_v2", {}),
+        ("stream_ac", {}),
+    ],
+)
+def test_sums_and_traces_of_an_episode_that_could_not_be_restored_end(
+    algo: str, changed: dict[str, Any], small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """In its environment alone, of two."""
+    seen: list[Any] = []
+
+    def stop(run: Run) -> None:
+        seen.append(run._agent)
+        raise Resumed
+
+    args = small(algo, num_envs=2, total_steps=80, time_limit=200, **changed)
+    module(algo).train(args)
+    monkeypatch.setattr(rollout, "set_states", lambda envs, states: (envs.reset()[0], [True, False]))
+    monkeypatch.setattr(Run, "steps", stop)
+    (args.run_dir / "DONE").unlink()  # as if it had been killed after its last checkpoint
+    with pytest.raises(Resumed):
+        module(algo).train(args)
+    (agent,) = seen
+    sums = agent.reward_scaler.sums
+    traces = [getattr(agent, name) for name in ("actor_traces", "critic_traces") if hasattr(agent, name)]
+    assert len(traces) == 2 * (algo == "stream_ac")
+    for restored, lost in (sums, *traces):
+        assert restored.any()
+        assert not lost.any()
 
 
 @every_algorithm

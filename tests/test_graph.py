@@ -114,6 +114,14 @@ class TestCaptured:
                     generator.manual_seed(i)
                     torch.randn(5, generator=generator)
 
+    def test_what_a_caller_does_to_the_results_leaves_the_next_ones_whole(self) -> None:
+        """A run clears the metrics that it has logged."""
+        captured = GraphedFunction(lambda x: {"loss": 2 * x, "parts": (x, x + 1)}, torch.Generator(), CPUGraph)
+        for i in range(WARM_UP + 5):
+            found = captured(torch.tensor(i))
+            assert found == {"loss": 2 * i, "parts": (i, i + 1)}
+            found.clear()
+
     def test_changes_in_place_continue_and_rebinding_does_not(self) -> None:
         """The second is what a graph gets wrong: the tests above must not pass with it."""
 

@@ -1,9 +1,11 @@
 """Whole runs of WSRL on Pendulum's data: its three phases, and the networks it begins with."""
 
+import dataclasses
 import json
 import math
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,10 @@ class TestRuns:
         raw = {"normalize_returns": False} if algo == "iql" else {}
         first = small(algo, offline_steps=20, online_steps=0, run_dir=tmp_path / "first", **raw)
         module(algo).train(first)
-        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
+        critics = small(algo).critics
+        args = small(
+            "wsrl", offline_steps=0, online_steps=30, warmup_steps=30, critics=critics, init_from=first.run_dir
+        )
         module("wsrl").train(args)
         theirs, ours = final_state(first.run_dir)["agent"], final_state(args.run_dir)["agent"]
         also = {"iql": (), "cql": ("log_alpha",), "wsrl": ("log_alpha", "raw_lagrange")}[algo]
@@ -120,7 +125,7 @@ class TestRuns:
     def test_critics_of_other_rewards_are_refused_with_the_cure(self, small: Any, tmp_path: Path) -> None:
         first = small("iql", offline_steps=20, online_steps=0, normalize_returns=True, run_dir=tmp_path / "first")
         module("iql").train(first)
-        begun = {"offline_steps": 0, "online_steps": 30, "warmup_steps": 30, "init_from": first.run_dir}
+        begun = {"offline_steps": 0, "online_steps": 30, "warmup_steps": 30, "critics": 2, "init_from": first.run_dir}
         with pytest.raises(InputError, match=r"learned from rewards .* give --reward-scale") as refused:
             module("wsrl").train(small("wsrl", **begun))
         scale, shift = re.findall(r"--reward-s\w+ (\S+)", str(refused.value))
@@ -129,7 +134,7 @@ class TestRuns:
     def test_a_run_that_continues_does_not_need_what_it_began_with(self, small: Any, tmp_path: Path) -> None:
         first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
         module("cql").train(first)
-        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
+        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, critics=2, init_from=first.run_dir)
         module("wsrl").train(args)
         shutil.rmtree(first.run_dir)
         (args.run_dir / "DONE").unlink()  # as if it had been killed after its last checkpoint
@@ -140,7 +145,7 @@ class TestRuns:
         """After the replay rows, before the state: the same command starts from scratch."""
         first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
         module("cql").train(first)
-        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, init_from=first.run_dir)
+        args = small("wsrl", offline_steps=0, online_steps=30, warmup_steps=30, critics=2, init_from=first.run_dir)
         module("wsrl").train(args)
         for name in ("DONE", "checkpoint/state.pt"):
             (args.run_dir / name).unlink()
@@ -153,8 +158,10 @@ class TestRuns:
     ) -> None:
         first = small("cql", offline_steps=20, online_steps=0, run_dir=tmp_path / "first")
         module("cql").train(first)
-        args = small("wsrl", offline_steps=BY_DOMAIN, online_steps=30, init_from=first.run_dir, critics=7)
-        module("wsrl").train(args)
+        continued = partial(small, "wsrl", offline_steps=BY_DOMAIN, online_steps=30, init_from=first.run_dir)
+        with pytest.raises(InputError, match=r"--critics is 7, but .*first has 2: leave --critics out"):
+            module("wsrl").train(continued(critics=7))
+        module("wsrl").train(args := dataclasses.replace(continued(critics=10), seed=3))  # as many as by default
         arguments = json.loads((args.run_dir / "config.json").read_text())["arguments"]
         assert (arguments["offline_steps"], arguments["critics"], arguments["layer_norm"]) == (0, 2, False)
         assert "first: hidden (16, 16), critic_hidden (16, 16), critics 2, layer_norm False" in capsys.readouterr().err

@@ -410,13 +410,14 @@ def test_adam_equals_pytorch_s(weight_decay: float, longest: float | None):
         torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("steps", "form"), [(19_999, "eager"), (20_000, "recorded")])
-def test_long_runs_are_recorded(steps: int, form: str):
-    args = module("sac").Args(total_steps=steps)
+@pytest.mark.parametrize(("steps", "form"), [(-1, "eager"), (0, "recorded")])
+@pytest.mark.parametrize(("algo", "from_steps"), [("sac", 20_000), ("stream_ac", 20_000), ("ppo", 200_000)])
+def test_long_runs_are_recorded(algo: str, from_steps: int, steps: int, form: str):
+    args = module(algo).Args(total_steps=from_steps + steps)
     assert args.compile is IF_IT_PAYS
     assert Launch(args, CPU).form == form
-    assert Launch(module("sac").Args(total_steps=steps, compile=False), CPU).form == "eager"
-    assert Launch(module("sac").Args(total_steps=steps, compile=True), CPU).form == "recorded"
+    assert Launch(module(algo).Args(total_steps=from_steps + steps, compile=False), CPU).form == "eager"
+    assert Launch(module(algo).Args(total_steps=from_steps + steps, compile=True), CPU).form == "recorded"
     assert Launch(args, torch.device("cuda")).form == "CUDA graphs"
 
 
