@@ -160,7 +160,7 @@ def test_sums_and_traces_of_an_episode_that_could_not_be_restored_end(
     """In its environment alone, of two."""
     seen: list[Any] = []
 
-    def stop(run: Run) -> None:
+    def stop(run: Run, **_: int) -> None:
         seen.append(run._agent)
         raise Resumed
 
