@@ -38,7 +38,8 @@ def runs_of_every_algorithm() -> Iterator[None]:
             folder = ROOT / name_and_folder(algo, module(algo).Args(**arguments_of(algo, task)))[1]
             if not folder.exists():
                 made.append(folder)
-                stopped = killed_at(algo, [("save", 2)], *flags(algo, **task), cwd=ROOT)
+                with contextlib.chdir(ROOT):
+                    stopped = killed_at(algo, [("save", 2)], *flags(algo, **task))
                 assert stopped.returncode == 0, stopped.stderr
                 assert (folder / "checkpoint" / "state.pt").exists()
         yield
