@@ -24,7 +24,7 @@ train: setup ## train SAC on HalfCheetah-v4 (flags: ARGS="--env Hopper-v4 --seed
 	$(BIN)/python algos/sac.py $(ARGS)
 
 test: setup ## run the tests (some of them: ARGS="-k resume")
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: setup ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -34,12 +34,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def only_writer(path: Path) -> Iterator[None]:
     """Keep other processes that ask for the same out. Raises filelock.Timeout if one is inside, or OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, fallback_to_soft=False)
-    with lock:
+    place = path.with_name(f".{path.name}.lock")
+    place.touch()  # the lock would take a folder that cannot be written for one that is locked
+    with FileLock(place, timeout=0, fallback_to_soft=False):
         try:
             yield
         finally:
-            Path(lock.lock_file).unlink(missing_ok=True)
+            place.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

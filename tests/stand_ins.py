@@ -37,6 +37,29 @@ class Counter(gym.Env[Any, Any]):
         return obs, reward, self.episode % 2 == 1 and self.count == 2, self.count == 3, {}
 
 
+class Short(gym.Env[Any, Any]):
+    """Episodes of 1 to 6 steps, ended by a termination, a truncation or both; no two observations are equal."""
+
+    observation_space = Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = Box(-2, 2, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.left, self.start = self.np_random.integers(1, 7), self.np_random.normal()
+        return self._obs(0.0), {}
+
+    def _obs(self, action: float) -> np.ndarray:
+        return np.array([self.start, self.left, action + self.np_random.normal()], np.float32)
+
+    def step(self, action: np.ndarray) -> Any:
+        self.left -= 1
+        end = self.np_random.integers(1, 4) if self.left == 0 else 0
+        return self._obs(action[0]), self.np_random.normal(), end in (1, 3), end in (2, 3), {}
+
+
+gym.register("Short-v0", entry_point=Short)
+
+
 def write_run(folder: Path, curve: dict[int, list[float]]) -> None:
     """A finished run whose evaluations at these steps gave these returns."""
     folder.mkdir(parents=True)

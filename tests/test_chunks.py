@@ -347,7 +347,7 @@ EXTRACTIONS = [*((algo, {}) for algo in with_flag("chunk")), ("fql", {"extractio
 )  # fmt: skip
 def test_kills_in_the_middle_of_a_chunk_change_nothing(algo: str, changed: dict[str, Any], retain: str, tmp_path: Path):
     """In two environments whose episodes have 1 to 6 steps, so that their plans are at different places."""
-    arguments = {"env": "test_vector:Short-v0", "num_envs": 2, "chunk": 3, "retain": retain, "warmup_steps": 60,
+    arguments = {"env": "stand_ins:Short-v0", "num_envs": 2, "chunk": 3, "retain": retain, "warmup_steps": 60,
                  "offline_steps": 50, "online_steps": 550, "checkpoint_every": 10} | changed  # fmt: skip
     places = [("online step", 20), ("online step", 81), ("update", 120), ("any", 3)]
     assert_kills_change_nothing(algo, arguments, places, tmp_path)

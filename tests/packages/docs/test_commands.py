@@ -133,7 +133,11 @@ def test_a_training_of_the_docs_that_starts_from_a_run_runs(command: str, before
     base = in_short(first, flags, tmp_path / "first")
     fixed = {f.name: f.default for f in dataclasses.fields(base) if f.name in ("width", "blocks")}
     sizes = {name: getattr(args, name, default) for name, default in fixed.items()}
-    steps = {name: getattr(args, name) for name in ("denoising_steps",) if hasattr(base, name) and hasattr(args, name)}
+    steps = {
+        name: getattr(args, name)
+        for name in ("denoising_steps", "critics")
+        if hasattr(base, name) and hasattr(args, name)
+    }
     imported(ROOT / first).train(dataclasses.replace(base, online_steps=0, **sizes | steps))
     assert len(imported(ROOT / program).train(args).episodes) == args.eval_episodes
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from conftest import module, same
 from gymnasium.spaces import Box
-from stand_ins import Counter
-from test_vector import Short
+from stand_ins import Counter, Short
 
 from common import checkpoint
 from common.errors import RunError

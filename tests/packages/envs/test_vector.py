@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
 from conftest import ROOT, replay_bytes
-from gymnasium.spaces import Box
 
 from algos import sac
 from common.errors import InputError, RunError
@@ -24,30 +22,7 @@ from envs.state import get_states
 START = "from envs.make import make_vector; envs = make_vector('Pendulum-v1', 3, 0, vectorizer='async'); envs.reset()\n"
 
 
-class Short(gym.Env[Any, Any]):
-    """Episodes of 1 to 6 steps, ended by a termination, a truncation or both; no two observations are equal."""
-
-    observation_space = Box(-np.inf, np.inf, (3,), np.float32)
-    action_space = Box(-2, 2, (1,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.left, self.start = self.np_random.integers(1, 7), self.np_random.normal()
-        return self._obs(0.0), {}
-
-    def _obs(self, action: float) -> np.ndarray:
-        return np.array([self.start, self.left, action + self.np_random.normal()], np.float32)
-
-    def step(self, action: np.ndarray) -> Any:
-        self.left -= 1
-        end = self.np_random.integers(1, 4) if self.left == 0 else 0
-        return self._obs(action[0]), self.np_random.normal(), end in (1, 3), end in (2, 3), {}
-
-
-gym.register("Short-v0", entry_point=Short)
-
-
-@pytest.mark.parametrize("env_id", ["Short-v0", "Hopper-v4"])
+@pytest.mark.parametrize("env_id", ["stand_ins:Short-v0", "Hopper-v4"])
 @pytest.mark.parametrize("vectorizer", ["sync", "async"])
 def test_what_is_stored_is_what_single_environments_give(
     small: Callable[..., sac.Args], env_id: str, vectorizer: str
@@ -69,13 +44,13 @@ def test_what_is_stored_is_what_single_environments_give(
             ends += termination, truncation
             obs = env.reset()[0] if termination or truncation else next_obs
     assert ends[0] > 20
-    assert ends[1] > 20 or env_id != "Short-v0"
+    assert ends[1] > 20 or env_id != "stand_ins:Short-v0"
 
 
 @pytest.mark.parametrize("vectorizer", ["sync", "async"])
 def test_terminations_and_truncations_arrive_apart(vectorizer: Any) -> None:
-    envs = make_vector("Short-v0", 2, seed=3, vectorizer=vectorizer)
-    singles = [make("Short-v0") for _ in range(2)]
+    envs = make_vector("stand_ins:Short-v0", 2, seed=3, vectorizer=vectorizer)
+    singles = [make("stand_ins:Short-v0") for _ in range(2)]
     for single, seed in zip(singles, seeds(3, "training", 2), strict=True):
         single.reset(seed=seed)
         single.reset()
