@@ -134,6 +134,7 @@ def test_statistics_are_in_the_policy_file(algo: str, small: Callable[..., Any])
     assert final_state(folder)["agent"]["obs_normalizer"]["mean"].abs().max() > 0.01
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("algo", [algo for algo in some("sac") if algo in ONLINE])
 def test_a_recorded_update_reads_the_statistics_of_the_moment(algo: str) -> None:
     """They change between updates, so they must not be constants of the recorded graph."""

@@ -294,8 +294,9 @@ class TestRuns:
         assert float(np.asarray(final_state(args.run_dir)["agent"]["actor_penalty"])) == pytest.approx(0.6)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_recorded_loss_reads_the_penalty_of_the_moment() -> None:
-    """It falls between updates, so it must not be a constant of the compiled code."""
+    """It falls between updates, so it must not be a constant of the recorded graph."""
     agent = make_agent(False, actor_penalty=0.2, penalty_decay_steps=1_000)
     batch = Batch(*(part.float() for part in make_batch(16)[:5]))
     recording = Recording(lambda *parts: agent.actor_loss(Batch(*parts))[0].detach(), batch[:5], agent)

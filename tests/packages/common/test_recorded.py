@@ -63,7 +63,7 @@ def test_a_recorded_update_equals_the_eager_one(algo: str, request: pytest.Fixtu
     A difference is measured against how far the update moves the tensor. Compiling takes long, so most algorithms'
     recordings are interpreted. What a run compiles, it compares itself (`Recording.check`).
     """
-    if algo not in some("sac", "fql"):
+    if algo not in some("sac"):
         request.getfixturevalue("interpreted")
     agent = agent_of(algo)
     update = updates_of(agent)
