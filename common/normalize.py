@@ -74,7 +74,7 @@ class FixedNormalizer(nn.Module):
         self.scale.copy_(torch.from_numpy(deviation) + self.epsilon)
 
 
-class _OfEpisodes(nn.Module):
+class _DiscountedSums(nn.Module):
     """Holds the discounted sum of rewards of each environment's episode so far."""
 
     sums: Tensor
@@ -89,7 +89,7 @@ class _OfEpisodes(nn.Module):
         self.sums[~torch.tensor(exact)] = 0.0
 
 
-class RewardScaler(_OfEpisodes):
+class RewardScaler(_DiscountedSums):
     """Divides rewards by the running standard deviation of their discounted sum, and clips.
 
     Source: "The 37 Implementation Details of PPO" (Huang et al. 2022), continuous control, details 8 and 9.
@@ -120,7 +120,7 @@ class RewardScaler(_OfEpisodes):
         return (rewards * self.normalizer.scale).clamp(-self.clip, self.clip)
 
 
-class ReturnScaler(_OfEpisodes):
+class ReturnScaler(_DiscountedSums):
     """Scales rewards so that their discounted sums G stay within ±bound and have a variance of at most 1.
 
     The divisor is max(√Var G, max |G| / bound), of all G so far. Source: SimbaV2 (Lee et al. 2025, arXiv 2502.15280),

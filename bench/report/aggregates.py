@@ -44,10 +44,10 @@ def online_runs(step: int) -> tuple[Runs, Runs]:
     unit = {key: np.mean(list(there(seeds, STEPS[-1]).values())) for key, seeds in theirs.items()}
     ours = {key: seeds for key, seeds in online().items() if key in unit}
     both: list[Runs] = [reached(ours, step), reached({key: theirs[key] for key in ours}, step)]
-    common = {(algo, env) for algo, tasks in both[0].items() for env in tasks if env in both[1].get(algo, {})}
+    shared = {(algo, env) for algo, tasks in both[0].items() for env in tasks if env in both[1].get(algo, {})}
     scaled: list[Runs] = [defaultdict(dict), defaultdict(dict)]
     for runs, found in zip(both, scaled, strict=True):
-        for algo, env in sorted(common):
+        for algo, env in sorted(shared):
             found[algo][env] = [float(value / unit[algo, env]) for value in runs[algo][env]]
     return scaled[0], scaled[1]
 

@@ -98,18 +98,16 @@ def read(path: Path) -> Runs:
                 setting = Setting(int(row["utd"]), int(row["batch_size"]), float(row["critic_lr"]))
                 runs[setting][row["seed"]][int(row["step"])] = float(row["return"])
     else:
-        of: set[tuple[str, str]] = set()
-        for path_of_config in sorted(path.rglob(CONFIG)):
-            config = read_config(path_of_config.parent, "is not a run's")
+        configs = {found.parent: read_config(found.parent, "is not a run's") for found in sorted(path.rglob(CONFIG))}
+        kinds = sorted({f"{config['algo']} on {task_name(config['arguments'])}" for config in configs.values()})
+        if len(kinds) > 1:
+            raise InputError(f"{path} has runs of {' and '.join(kinds)}: give a folder that has those of one")
+        for folder, config in configs.items():
             arguments = config["arguments"]
-            of.add((config["algo"], task_name(arguments)))
-            if len(of) > 1:
-                several = " and ".join(f"{algo} on {task}" for algo, task in sorted(of))
-                raise InputError(f"{path} has runs of {several}: give a folder that has those of one")
             if missing := [name for name in Setting._fields if name not in arguments]:
-                raise InputError(f"{path_of_config.parent} has no --{missing[0].replace('_', '-')}: leave it out")
+                raise InputError(f"{folder} has no --{missing[0].replace('_', '-')}: leave it out")
             setting = Setting(*(arguments[name] for name in Setting._fields))
-            rows = read_evaluations(path_of_config.parent / EVALUATIONS)
+            rows = read_evaluations(folder / EVALUATIONS)
             runs[setting][arguments["seed"]] = mean_by_step(rows, lambda row: float(row["return"]))
     if not runs:
         raise InputError(f"{path} holds no runs: give the folder of a suite")
