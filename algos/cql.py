@@ -9,7 +9,7 @@ With `--calibrated`, no value is lowered below that of the policy that made the 
     python algos/cql.py --dataset antmaze-medium-play-v2 --calibrated --online-steps 1000000
     python algos/cql.py --dataset data/mine.hdf5 --env Hopper-v4 --offline-steps 100000
 
-Four choices follow the authors' code, not the paper (docs/cql.md lists all):
+These choices follow the authors' code, not the paper (docs/cql.md lists all):
 - The Bellman error has no ½, and the target no entropy.
 - The log-sum-exp also values actions of π(·|s') at s.
 - α's loss is -log α (log π + H̄).
@@ -90,7 +90,7 @@ class Args(OfflineArgs):
     cql_clip_min: OptionalNumber = None
     """Lower bound of each transition's conservative term (CORL on AntMaze: -200)."""
     lagrange_gap: NonNegative = BY_DOMAIN
-    """Value at which a Lagrange multiplier keeps the conservative term. 0: no multiplier."""
+    """Target value of the conservative term, held by a Lagrange multiplier. 0: no multiplier."""
     calibrated: bool = False
     """Use Cal-QL: do not lower values of the policy's actions below the dataset's return-to-go."""
 

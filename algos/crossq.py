@@ -8,7 +8,7 @@ Reinforcement Learning for Greater Sample Efficiency and Simplicity", arXiv 1902
 
 What differs from sac.py is what the paper changes, with the settings of the authors' code:
 - There are no target critics. One forward pass gives the values of (s, a) and of (s', a'), so both share the statistics
-  of the batch. The target stays constant, the statistics do not.
+  of the batch. Gradients pass through these statistics, not through the target.
 - Inputs and hidden layers are normalised, by batch renormalisation (Ioffe 2017, arXiv 1702.03275). Its corrections
   begin after 100,000 passes of a network. Until then it is batch normalisation.
 - Acting, targets and evaluation use the running statistics of the actor, the actor's loss those of the critics.
@@ -49,7 +49,7 @@ class Args(OnlineArgs, OffPolicyArgs):
     critics: int = 2
     """Number of critics. Target and actor use the smallest value."""
     renorm_after: NonNegativeInt = 100_000
-    """Passes of a network with batch normalisation, before batch renormalisation begins."""
+    """Training passes of a network before batch renormalisation replaces batch normalisation."""
 
     # Learning
     gamma: Fraction = 0.99
@@ -127,7 +127,7 @@ class CROSSQ:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return half the soft Bellman residual, summed over the critics.
 
-        The values of (s', a') give the target, and their statistics the gradient: only y is a constant.
+        y has no gradient. The batch's statistics, to which (s', a') contributes, have one.
         """
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs, by_batch=False).rsample(self.generator)
@@ -177,7 +177,7 @@ def train(args: Args) -> Result:
     update = run.updater(
         lambda with_actor: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor), agent.generator
     )
-    run.warn_if_no_updates(args.learning_starts, "--learning-starts")
+    run.learns_after(args.learning_starts, "--learning-starts")
     run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
     for step in run.steps():

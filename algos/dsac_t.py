@@ -143,8 +143,8 @@ class DSACT:
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the loss of means and deviations with the three refinements, summed over the critics.
 
-        ω_i [H(Q_i, y) + σ_i (σ_i² - H(Q_i, y_b)) / (σ_i + 0.1)], where H is Huber's loss with δ = 50. The second term
-        has a gradient in its first σ_i alone. As H is half a square, σ becomes 1/√2 of the deviation.
+        ω_i [H(Q_i, y) + σ_i (σ_i² - H(Q_i, y_b)) / (σ_i + 0.1)], where H is Huber's loss with δ = 50. In the second
+        term, only the first σ_i has a gradient. H halves the square, so σ tends to 1/√2 of the deviation.
         """
         y, y_z = self.targets(batch)
         means, sigmas = self.critic.distribution(batch.obs, batch.actions)
@@ -204,7 +204,7 @@ def train(args: Args) -> Result:
     update = run.updater(
         lambda with_actor: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor), agent.generator
     )
-    run.warn_if_no_updates(args.learning_starts, "--learning-starts")
+    run.learns_after(args.learning_starts, "--learning-starts")
     run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -101,7 +101,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Algorithms whose base policy can be steered, with the name that it has there.
-BASES: dict[str, dict[str, str]] = {"bc": {"actor": "flow"}, "expo": {"base_average": "flow"}, "fql": {}, "ifql": {}}
+BASES = {"bc": {"actor": "base"}, "expo": {"base_average": "base"}, "fql": {"flow": "base"}, "ifql": {"flow": "base"}}
 
 
 class Actor(nn.Module):
@@ -124,7 +124,7 @@ class DSRL:
         is_flow, steps = args.policy == "flow", args.denoising_steps
         self.process = Flow(args.flow_steps) if is_flow else DDIM.variance_preserving(steps, device)
         flow = Velocity(obs_dim, action_dim, args.flow_hidden, args.flow_steps, initializer) if is_flow else None
-        self.flow = (flow or Denoiser(obs_dim, action_dim, 256, 3, initializer)).to(device)  # EXPO's sizes
+        self.base = (flow or Denoiser(obs_dim, action_dim, 256, 3, initializer)).to(device)  # EXPO's sizes
         self.actor = Actor(obs_dim, action_dim, args.hidden, initializer).to(device)
         net = partial(mlp, [obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, "tanh", layer_norm=True)
         self.critic = Critic(net()).to(device)
@@ -134,7 +134,7 @@ class DSRL:
             self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.log_alpha = nn.Parameter(torch.zeros((), device=device))
-        self.flow_optimizer = Adam(self.flow.parameters(), args.actor_lr)
+        self.base_optimizer = Adam(self.base.parameters(), args.actor_lr)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
@@ -146,9 +146,9 @@ class DSRL:
         """Draw standard normal noise for each of obs: [batch, action_dim]."""
         return torch.randn((len(obs), self.action_dim), generator=generator or self.generator, device=self.device)
 
-    def flow_actions(self, obs: Tensor, noise: Tensor) -> Tensor:
+    def base_actions(self, obs: Tensor, noise: Tensor) -> Tensor:
         """Return G(s, w) [batch, action_dim]: the base policy's actions from this noise."""
-        return self.process.sample(partial(self.flow, obs), noise, self.generator)
+        return self.process.sample(partial(self.base, obs), noise, self.generator)
 
     @acting
     def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
@@ -158,10 +158,10 @@ class DSRL:
         """
         obs = self.obs_normalizer(obs)
         if deterministic and not self.steers:
-            return self.flow_actions(obs, self.normal(obs, generator or torch.Generator(self.device).manual_seed(0)))
+            return self.base_actions(obs, self.normal(obs, generator or torch.Generator(self.device).manual_seed(0)))
         policy = self.actor(obs)
         noise = policy.mode if deterministic else policy.sample(self.generator)
-        return self.flow_actions(obs, self.args.noise_scale * noise)
+        return self.base_actions(obs, self.args.noise_scale * noise)
 
     @acting
     def explore(self, obs: Tensor) -> Tensor:
@@ -169,18 +169,18 @@ class DSRL:
         obs = self.obs_normalizer(obs)
         noise = self.actor(obs).sample(self.generator) if self.steers else self.normal(obs) / self.args.noise_scale
         noise = noise.clamp(-1.0, 1.0)
-        return torch.stack([self.flow_actions(obs, self.args.noise_scale * noise), noise])
+        return torch.stack([self.base_actions(obs, self.args.noise_scale * noise), noise])
 
     def eval_policy(self) -> Act:
         """Return the policy that acts now. The base policy's noise is the same in every evaluation."""
         return partial(self.act, deterministic=True, generator=generator(self.args.seed, "eval noise", self.device))
 
-    def flow_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+    def imitation_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the mean (v(s, (1 - t) x + t a, t) - (a - x))² of a flow, or (ε(s, √ᾱ a + √(1 - ᾱ) x, t) - x)²."""
         noise = self.normal(batch.obs)
-        errors = self.process.errors(partial(self.flow, batch.obs), batch.actions, noise, self.generator)
+        errors = self.process.errors(partial(self.base, batch.obs), batch.actions, noise, self.generator)
         loss = (batch.valid_actions * errors.square()).mean()
-        return loss, {"losses/flow": loss.detach()}
+        return loss, {"losses/base": loss.detach()}
 
     def critic_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the squared error of Q(s, a) from Σ γⁱ r + γʰ (min_j Q̄_j(s', G(s', b u')) - α log π(u'|s')).
@@ -190,7 +190,7 @@ class DSRL:
         with torch.no_grad():
             next_noise, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
             scaled = self.args.noise_scale * next_noise
-            next_actions = self.flow_actions(batch.next_obs, scaled) if self.args.recipe == "na" else next_noise
+            next_actions = self.base_actions(batch.next_obs, scaled) if self.args.recipe == "na" else next_noise
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
@@ -203,7 +203,7 @@ class DSRL:
         """Return the squared error of each Q_w(s, w / b) from its Q(s, G(s, w)), with w ~ N(0, I), not clipped."""
         noise = self.normal(batch.obs)
         with torch.no_grad():
-            target = self.critic(batch.obs, self.flow_actions(batch.obs, noise))
+            target = self.critic(batch.obs, self.base_actions(batch.obs, noise))
         loss = 0.5 * (self.noise_critic(batch.obs, noise / self.args.noise_scale) - target).square().mean(1).sum()
         return loss, {"losses/noise_critic": loss.detach()}
 
@@ -224,8 +224,8 @@ class DSRL:
         """Offline, step the base policy. Online, step all other networks on each `batch_size` of the batch in turn."""
         batch = batch.map_obs(self.obs_normalizer)
         if not online:
-            flow_loss, metrics = self.flow_loss(batch)
-            self.flow_optimizer.minimize(flow_loss)
+            base_loss, metrics = self.imitation_loss(batch)
+            self.base_optimizer.minimize(base_loss)
             return metrics
         for part in batch.slices(self.args.batch_size):
             critic_loss, critic_metrics = self.critic_loss(part)
@@ -255,7 +255,7 @@ def train(args: Args) -> Result:
     policy, unsteered = run.policy(agent), partial(agent.act, deterministic=True, generator=agent.generator)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     form = ("policy", "flow_steps" if args.policy == "flow" else "denoising_steps")
-    data.load_pretrained(agent, BASES, only=("flow", "obs_normalizer"), must_match=form)
+    data.load_pretrained(agent, BASES, only=("base", "obs_normalizer"), must_match=form)
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

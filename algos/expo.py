@@ -94,9 +94,9 @@ class Args(OfflineArgs):
     base_tau: Fraction = 0.001
     """Soft-update rate of the averaged base policy, which acts, at each update of the base policy."""
     actor_lr: float = 3e-4
-    """Initial learning rate of base and edit policy. It decays to 0 as a cosine."""
+    """Initial learning rate of base and edit policy. It decays to 0 along a cosine."""
     decay_updates: int = 3_000_000
-    """Updates over which that learning rate decays to 0, counted for each of the two policies."""
+    """Steps over which that learning rate decays to 0. For edits, only online steps count."""
     weight_decay: NonNegative = 1e-4
     """Weight decay of the base policy."""
     critic_lr: float = 3e-4
@@ -193,7 +193,7 @@ class EXPO:
         self.args, self.device, self.action_dim = args, device, action_dim
         self.base_samples, self.edits, self.edit_scale = args.base_samples, args.edits, args.edit_scale
         self.target_critics, self.dropout = args.target_critics, args.dropout
-        self.log_scale = action_dim * math.log(args.edit_scale)  # log π of β ê is lower than that of ê by this
+        self.log_scale = action_dim * math.log(args.edit_scale)  # log π(β ê) = log π(ê) - this
         self.target_entropy = -0.5 * action_dim + (self.log_scale if args.adjust_target_entropy else 0.0)
         steps = args.denoising_steps
         self.process = Flow(steps) if args.policy == "flow" else Diffusion.variance_preserving(steps, device)
@@ -209,7 +209,7 @@ class EXPO:
         """
         generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
         obs = self.obs_normalizer(obs)
-        actions = self.select_best_action(obs, self.candidates(self.base_average, obs, generator), generator)
+        actions = self.select_action(obs, self.candidates(self.base_average, obs, generator), generator)
         return actions.clamp(-1.0, 1.0) if deterministic else actions
 
     def eval_policy(self) -> Act:
@@ -235,10 +235,11 @@ class EXPO:
         return torch.rand(self.args.critics, generator=generator, device=self.device).argsort()[: self.target_critics]
 
     @torch.no_grad()
-    def select_best_action(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the candidate of highest value for each state: [batch, action_dim] (the on-the-fly policy).
+    def select_action(self, obs: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a candidate for each state, [batch, action_dim] (the on-the-fly policy): the one of highest value.
 
-        Candidates are [k, batch, action_dim]. A value is that of the smallest target critic drawn.
+        Candidates are [k, batch, action_dim]. A value is that of the smallest target critic drawn. With
+        --soft-selection κ, a candidate is sampled ∝ exp(κ Q) instead.
         """
         values = self.target_critic(obs, candidates, self.subset(generator)).amin(0)
         if self.args.soft_selection:  # the largest of κ Q plus Gumbel noise is a sample of the softmax
@@ -251,7 +252,7 @@ class EXPO:
     def target(self, batch: Batch, candidates: Tensor) -> Tensor:
         """Return y = r + γ min_{i ∈ S₂} Q̄_i(s', a*): [batch]. S₂ is not the subset that chose a*."""
         if self.args.best_backup:
-            next_actions = self.select_best_action(batch.next_obs, candidates, self.generator)
+            next_actions = self.select_action(batch.next_obs, candidates, self.generator)
         else:
             next_actions = candidates[self.base_samples if self.edits and self.args.base_candidates else 0]
         next_value = self.target_critic(batch.next_obs, next_actions, self.subset(self.generator)).amin(0)
@@ -337,7 +338,7 @@ def train(args: Args) -> Result:
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     data.load_pretrained(agent, only=BASE, must_match=BASE_ARGS)
     random_steps = 0 if args.offline_steps or args.init_from else args.random_steps
-    run.warn_if_no_updates(random_steps, "--random-steps")
+    run.learns_after(random_steps, "--random-steps")
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -71,7 +71,7 @@ class Args(OfflineArgs):
     alpha: float = BY_DOMAIN
     """α: weight of the policy's distance from the flow. Tune it first: by decades, then finer."""
     q_aggregation: Literal["mean", "min"] = BY_DOMAIN
-    """How the target joins the critics. The policy's loss always has their mean."""
+    """How targets, and best-of-n, combine the critics. The one-step policy's loss uses their mean."""
     normalize_q: bool = BY_DOMAIN
     """Divide the policy's value by mean |Q|, so that one α suits rewards of any scale."""
     flow_steps: int = 10
@@ -166,7 +166,7 @@ class FQL:
         """Draw standard normal noise for each of obs: [*samples, batch, action_dim]."""
         return torch.randn((*samples, len(obs), self.action_dim), generator=generator, device=self.device)
 
-    def joined(self, values: Tensor) -> Tensor:
+    def aggregated(self, values: Tensor) -> Tensor:
         """Return one value [batch] of the critics' [critics, batch]."""
         return values.amin(0) if self.args.q_aggregation == "min" else values.mean(0)
 
@@ -177,7 +177,7 @@ class FQL:
             return chosen.clamp(-1.0, 1.0)
         noise = self.noise(obs, generator, self.args.samples)
         actions = self.process.sample(partial(self.flow, obs), noise, generator)
-        best = self.joined(self.critic(obs, actions)).argmax(0).view(1, -1, 1).expand(1, -1, self.action_dim)
+        best = self.aggregated(self.critic(obs, actions)).argmax(0).view(1, -1, 1).expand(1, -1, self.action_dim)
         return actions.gather(0, best).squeeze(0)
 
     @acting
@@ -201,7 +201,7 @@ class FQL:
         """
         with torch.no_grad():
             next_actions = self.choose(batch.next_obs, self.generator)
-            next_value = self.joined(self.target_critic(batch.next_obs, next_actions))
+            next_value = self.aggregated(self.target_critic(batch.next_obs, next_actions))
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
         values = self.critic(batch.obs, batch.actions)

@@ -10,7 +10,7 @@ numbers below are that paper's.
 Public versions differ. This one follows the authors' code:
 - The policy is a Gaussian with a tanh mean and the same σ in every state. Samples are clipped, not squashed.
 - On each batch, V is updated first, then the policy and Q with the new V, then the target critics.
-- If no online steps follow, the policy's learning rate decays to 0 as a cosine.
+- If no online steps follow, the policy's learning rate decays to 0 along a cosine.
 - Online transitions are appended to the dataset (`--retain append`).
 - Observations are not normalised (`--normalize-obs` does that).
 

@@ -90,7 +90,7 @@ class Args(OfflineArgs):
     improve_steps: NonNegativeInt = 10
     """Gradient steps on each candidate."""
     improve_lr: float = 3e-4
-    """Length of such a step, as a factor of the gradient."""
+    """Step size: an action moves by this times the gradient."""
 
     # Learning
     critic_loss: Literal["cal-ql", "iql"] = "cal-ql"
@@ -109,9 +109,9 @@ class Args(OfflineArgs):
     critic_lr: float = 3e-4
     """Learning rate of the critics, and of V."""
     cql_weight: NonNegative = 0.005
-    """Weight of Cal-QL's conservative term. It is small, because a cross-entropy is."""
+    """Weight of Cal-QL's conservative term. It is small, as cross-entropies are."""
     cql_actions: int = 10
-    """Uniform actions in the conservative term. The policy's actions count as often."""
+    """Number n of uniform actions in the conservative term. Each policy action is weighted n times."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward."""
     calibrated: bool = True
@@ -137,7 +137,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # the authors' for antmaze; the others a
     "antmaze": {"hidden": (256,) * 4, "reward_shift": -1.0, "failure_reward": 0.0},
 }
 BASES = {  # algorithms whose base policy can be taken, and its name there
-    "bc": {"actor": "base"}, "dsrl": {"flow": "base"}, "fql": {"flow": "base"}, "ifql": {"flow": "base"},
+    "bc": {"actor": "base"}, "dsrl": {}, "fql": {"flow": "base"}, "ifql": {"flow": "base"},
     "expo": {"base_average": "base"},
 }  # fmt: skip
 

@@ -223,13 +223,13 @@ class PPO:
         """Set the learning rate, and MDPO's t, of the iteration that starts at `step`. They decay linearly."""
         passed = step / (self.args.decay_steps or self.args.total_steps)
         self.optimizer.lr = self.args.learning_rate * max(0.0, 1.0 - passed)
-        if self.step_size is not None:  # MDPO's falls to 0 too, where its inverse has no limit
+        if self.step_size is not None:  # at least 0.01, because the loss divides by it
             self.step_size.fill_(max(0.01, 1.0 - step / self.args.total_steps))
 
     def update(self, rollout: Transitions, step: Callable[..., Metrics] | None = None) -> Metrics:
         """Run all epochs of minibatch steps on an iteration's transitions, [steps, num_envs, ...] (algorithm 1).
 
-        `step` is a faster form of the method, with a minibatch's parts as its arguments.
+        `step` is `self.step` in the run's form. It takes a minibatch's fields as arguments.
         """
         dones = rollout.terminations | rollout.truncations
         args = self.args

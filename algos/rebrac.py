@@ -54,7 +54,7 @@ class Args(OfflineArgs):
     critic_penalty: NonNegative = BY_DOMAIN
     """β₂: weight of the squared distance from the dataset's next action in the target, before the switch."""
     penalty_decay_steps: int = 1_000_000
-    """Online: environment steps in which β₁ would fall to 0. Half of it is left."""
+    """Online steps over which β₁ would decay to 0. The decay stops at half of β₁."""
     gamma: Fraction = BY_DOMAIN
     """Discount factor."""
     tau: Fraction = 0.005
@@ -97,23 +97,23 @@ DOMAINS: dict[str, dict[str, Any]] = {
 }
 MIXES = ("random", "medium", "medium-replay", "medium-expert", "expert", "full-replay")
 MAZES = ("umaze", "umaze-diverse", "medium-play", "medium-diverse", "large-play", "large-diverse")
-HANDS = ("human", "cloned", "expert")
+KINDS = ("human", "cloned", "expert")
 D4RL = {  # β₁ of each, then β₂ of each
     "halfcheetah": (MIXES, (0.001, 0.001, 0.01, 0.01, 0.01, 0.001), (0.1, 0.01, 0.001, 0.1, 0.01, 0.1)),
     "hopper": (MIXES, (0.001, 0.01, 0.05, 0.1, 0.1, 0.01), (0.01, 0.01, 0.5, 0.01, 0.1, 0.01)),
     "walker2d": (MIXES, (0.01, 0.05, 0.05, 0.01, 0.01, 0.01), (0.0, 0.1, 0.01, 0.01, 0.5, 0.01)),
     "antmaze": (MAZES, (0.003, 0.003, 0.001, 0.001, 0.002, 0.002), (0.002, 0.001, 0.0005, 0.0, 0.001, 0.002)),
-    "pen": (HANDS, (0.1, 0.05, 0.01), (0.5, 0.5, 0.01)), "door": (HANDS, (0.1, 0.01, 0.05), (0.1, 0.1, 0.01)),
-    "hammer": (HANDS, (0.01, 0.1, 0.01), (0.5, 0.5, 0.01)), "relocate": (HANDS, (0.1, 0.1, 0.05), (0.01, 0.01, 0.01)),
+    "pen": (KINDS, (0.1, 0.05, 0.01), (0.5, 0.5, 0.01)), "door": (KINDS, (0.1, 0.01, 0.05), (0.1, 0.1, 0.01)),
+    "hammer": (KINDS, (0.01, 0.1, 0.01), (0.5, 0.5, 0.01)), "relocate": (KINDS, (0.1, 0.1, 0.05), (0.01, 0.01, 0.01)),
 }  # fmt: skip
 OGBENCH = {  # β₁ and the target's noise, with β₂ = 0: ColinQiyangLi/qam; for cube-single, seohongpark/fql with images
     "antmaze-large": (0.01, 0.0), "antmaze-giant": (0.01, 0.0), "humanoidmaze-medium": (0.01, 0.0),
     "humanoidmaze-large": (0.01, 0.1), "scene": (0.03, 0.0), "puzzle-3x3": (0.1, 0.0), "puzzle-4x4": (0.01, 0.2),
     "cube-single": (1.0, 0.2), "cube-double": (0.01, 0.0), "cube-triple": (0.01, 0.2), "cube-quadruple": (0.01, 0.2),
 }  # fmt: skip
-OF = {"antmaze": "antmaze", **dict.fromkeys(("pen", "door", "hammer", "relocate"), "adroit")}
+DOMAIN = {"antmaze": "antmaze", **dict.fromkeys(("pen", "door", "hammer", "relocate"), "adroit")}
 PRESETS = DOMAINS | {
-    f"{robot}-{kind}-v*": DOMAINS[OF.get(robot, "locomotion")] | {"actor_penalty": actor, "critic_penalty": critic}
+    f"{robot}-{kind}-v*": DOMAINS[DOMAIN.get(robot, "locomotion")] | {"actor_penalty": actor, "critic_penalty": critic}
     for robot, (kinds, *penalties) in D4RL.items()
     for kind, actor, critic in zip(kinds, *penalties, strict=True)
 } | {
@@ -159,7 +159,9 @@ class REBRAC:
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
-        self.actor_penalty = torch.tensor(args.actor_penalty, device=device)  # a tensor, which recorded updates read
+        self.actor_penalty = torch.tensor(
+            args.actor_penalty, device=device
+        )  # a tensor: compiled updates would freeze a number
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device = args, device
 

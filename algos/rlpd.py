@@ -153,7 +153,7 @@ class RLPD:
     def target(self, batch: Batch) -> Tensor:
         """Return y = r + γ (min_{i ∈ Z} Q̄_i(s', a') - α log π(a'|s')), Z the critics drawn: [batch] (algorithm 1).
 
-        Chunks: r is Σ γⁱ r of h transitions, and γ is γʰ.
+        With chunks, r is the sum Σ γⁱ r over h steps, and the discount is γʰ.
         """
         next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
         next_value = self.target_critic(batch.next_obs, next_actions, self.subset()).amin(0)
@@ -213,7 +213,7 @@ def train(args: Args) -> Result:
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
     data.load_pretrained(agent)
-    run.warn_if_no_updates(args.random_steps, "--random-steps")
+    run.learns_after(args.random_steps, "--random-steps")
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -69,7 +69,7 @@ class Args(OnlineArgs, OffPolicyArgs):
     critics: int = 2
     """Number of critics."""
     target_critics: NonNegativeInt = 0
-    """Number of critics that a target uses, drawn again for each target. With 0 it uses all. It takes the smallest."""
+    """Critics drawn at random for each target, which uses their smallest value. 0 uses all."""
     actor_value: Literal["min", "mean"] = "min"
     """What the actor maximises: the smallest value of all critics, or their mean."""
     layer_norm: bool = False
@@ -180,7 +180,7 @@ class SAC:
         outputs = outputs if self.histogram else outputs.squeeze(-1)
         return outputs if members is None else outputs[members]
 
-    def drawn(self) -> Tensor | None:
+    def subset(self) -> Tensor | None:
         """Draw the critics of one target, without replacement (REDQ, algorithm 1). None stands for all."""
         if not self.args.target_critics:
             return None
@@ -193,7 +193,7 @@ class SAC:
             return self.histogram_loss(batch, self.histogram)
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_values = self.outputs(self.target_critic, batch.next_obs, next_actions, self.drawn())
+            next_values = self.outputs(self.target_critic, batch.next_obs, next_actions, self.subset())
             next_value = next_values.amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.gamma * (1.0 - batch.terminations) * next_value
@@ -202,10 +202,10 @@ class SAC:
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def histogram_loss(self, batch: Batch, histogram: Histogram) -> tuple[Tensor, Metrics]:
-        """Return the cross-entropy of the critics' histograms from that of the target, summed over the critics."""
+        """Return the cross-entropy between the target's and the critics' histograms, summed over the critics."""
         with torch.no_grad():
             next_actions, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            next_logits = self.outputs(self.target_critic, batch.next_obs, next_actions, self.drawn())
+            next_logits = self.outputs(self.target_critic, batch.next_obs, next_actions, self.subset())
             rewards, discounts = self.reward_scaler(batch.rewards), self.gamma * (1.0 - batch.terminations)
             labels, metrics = histogram.target(next_logits, rewards, discounts, -self.log_alpha.exp() * next_log_prob)
         logits = self.outputs(self.critic, batch.obs, batch.actions)
@@ -255,7 +255,7 @@ def train(args: Args) -> Result:
         lambda with_actor=True: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor),
         agent.generator,
     )
-    run.warn_if_no_updates(args.learning_starts, "--learning-starts")
+    run.learns_after(args.learning_starts, "--learning-starts")
     run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
     for step in run.steps():

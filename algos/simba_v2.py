@@ -210,7 +210,7 @@ def train(args: Args) -> Result:
     buffer = ReplayBuffer(min(args.buffer_size, args.total_steps + args.num_envs), obs_dim, action_dim, run.device)
     policy = run.policy(agent)
     update = run.updater(lambda: agent.update(buffer.sample(args.batch_size, agent.generator)), agent.generator)
-    run.warn_if_no_updates(args.learning_starts, "--learning-starts")
+    run.learns_after(args.learning_starts, "--learning-starts")
     run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
     for step in run.steps():

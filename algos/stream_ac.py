@@ -9,10 +9,10 @@ each step. Running statistics normalise observations and rewards, and nine of te
 from the equations, because the authors' code may not be copied.
 
 Choices that differ from the paper:
-- A truncated episode bootstraps from its final observation, as in all our files. The paper counts it as terminated, and
-  gives the agent the time as an input, which is then not needed.
+- A truncated episode bootstraps from its final observation, as in all our files. The paper treats it as terminated, and
+  therefore adds the time to the observation. Here that input is not needed.
 - Several environments take turns: each has traces of its own, and all change the same networks.
-- Each unit keeps one weight at least, also with few observations. Normalised values are clipped to ±10.
+- Each unit keeps at least one non-zero weight, even with few inputs. Normalised values are clipped to ±10.
 """
 
 import common.start
@@ -55,7 +55,7 @@ class Args(OnlineArgs):
     learning_rate: float = 1.0
     """α: largest step size of ObGD."""
     actor_kappa: float = 3.0
-    """κ of the policy: a step is so many times smaller than one that would overshoot."""
+    """κ of the policy: a larger value makes ObGD bound its steps more tightly."""
     critic_kappa: float = 2.0
     """κ of the value function."""
     entropy_coefficient: NonNegative = 0.01
@@ -126,7 +126,7 @@ class STREAMAC:
         return mean + deviation * torch.randn(mean.shape, generator=self.generator, device=self.device)
 
     def update(self, batch: Batch) -> Metrics:
-        """Learn from transitions in turn, of which the i-th is from the environment i."""
+        """Learn from one transition of each environment in turn. Row i is that of environment i."""
         found = []
         for i in range(self.args.num_envs):
             obs, action, next_obs = (part[i : i + 1] for part in (batch.obs, batch.actions, batch.next_obs))

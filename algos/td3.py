@@ -162,7 +162,7 @@ class TD3:
         return loss, {"losses/critic": loss.detach(), "losses/q": values.detach()}
 
     def histogram_loss(self, batch: Batch, histogram: Histogram) -> tuple[Tensor, Metrics]:
-        """Return the cross-entropy of the critics' histograms from that of the target, summed over the critics."""
+        """Return the cross-entropy between the target's and the critics' histograms, summed over the critics."""
         with torch.no_grad():
             next_logits = self.target_critic(batch.next_obs, self.smoothed_actions(batch.next_obs))
             rewards, discounts = self.reward_scaler(batch.rewards), self.gamma * (1.0 - batch.terminations)
@@ -205,7 +205,7 @@ def train(args: Args) -> Result:
     update = run.updater(
         lambda with_actor: agent.update(buffer.sample(args.batch_size, agent.generator), with_actor), agent.generator
     )
-    run.warn_if_no_updates(args.learning_starts, "--learning-starts")
+    run.learns_after(args.learning_starts, "--learning-starts")
     run.resume(agent=agent, buffer=buffer, rollout=rollout, update=update)
 
     for step in run.steps():

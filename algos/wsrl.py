@@ -13,15 +13,15 @@ The paper's comparisons are flags:
 - random warm-up: --warmup random            - pessimism kept: --online-cql
 - RLPD as that paper runs it: --offline-steps 0 --retain mix (algos/rlpd.py is RLPD itself)
 
-Three differences from the authors' code matter most (docs/wsrl.md lists all). Adam takes no step without a loss. The
-critics are updated first offline too. α's loss is that of sac.py.
+Three differences from the authors' code matter most (docs/wsrl.md lists all). Critic updates leave π
+and α unchanged. Critics are updated first offline too. α's loss is that of sac.py.
 """
 
 import common.start
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -32,14 +32,13 @@ from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegative, NonNegativeInt, OptionalNumber
 from common.command_line import command_line
 from common.errors import InputError
-from common.files import exists
 from common.messages import log
 from common.networks import Critic, TanhGaussian, frozen, mlp, orthogonal
 from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
 from common.run import Result, Run, name_and_folder, returns_result
-from common.run_folder import CONFIG, run_config
+from common.run_folder import CONFIG, has_checkpoint, run_config
 from common.schema import require
 from common.seeding import generator
 from common.updater import Metrics
@@ -104,7 +103,7 @@ class Args(OfflineArgs):
     cql_weight: NonNegative = BY_DOMAIN
     """Weight of the conservative term."""
     lagrange_gap: NonNegative = BY_DOMAIN
-    """Value at which a Lagrange multiplier, instead of --cql-weight, keeps the conservative term. 0: no multiplier."""
+    """Target of the conservative term, held by a Lagrange multiplier instead of --cql-weight. 0: no multiplier."""
     cql_actions: int = 10
     """Actions n that are sampled from each source (uniform, π(·|s), π(·|s')) and in a target's maximum."""
     importance_sampling: bool = BY_DOMAIN
@@ -231,12 +230,12 @@ class WSRL:
     def critic_loss(self, batch: Batch, online: bool) -> tuple[Tensor, Tensor | None, Metrics]:
         """Return the Bellman error plus the conservative term, if that is used, and the term alone for α'."""
         args = self.args
-        as_offline = args.online_cql or not online
-        target = self.target(batch, args.cql_actions if as_offline or args.online_max_target_backup else 1)
+        with_cql = args.online_cql or not online
+        target = self.target(batch, args.cql_actions if with_cql or args.online_max_target_backup else 1)
         values = self.critic(batch.obs, batch.actions)
         loss = bellman_error = (values - target).square().mean()
         metrics, term = {"losses/bellman": bellman_error, "losses/q": values}, None
-        if as_offline:
+        if with_cql:
             term = self.conservative_term(batch, values)
             weight = F.softplus(self.raw_lagrange).detach() if args.lagrange_gap else args.cql_weight
             loss = bellman_error + weight * term
@@ -294,7 +293,7 @@ def with_networks(args: Args) -> Args:
     if args.init_from is None:
         return args
     _, own = name_and_folder("wsrl", args)  # for a resumed run, because the folder of --init-from may be gone
-    folder = own if exists(own / "checkpoint" / "state.pt") else args.init_from
+    folder = own if has_checkpoint(own) else args.init_from
     theirs = run_config(folder)
     if (algo := theirs["algo"]) not in ("cql", "iql", "wsrl"):
         raise InputError(f"{args.init_from} was trained by {algo}: give --init-from a run of cql, iql or wsrl")
@@ -304,8 +303,11 @@ def with_networks(args: Args) -> Args:
     plain = {"critic_hidden": was["hidden"], "layer_norm": False, "shared_head": False}
     was = plain | {"std": "uniform" if algo == "iql" else "exp"} | was
     shapes = {k: was[k] for k in ("hidden", "critic_hidden", "critics", "layer_norm", "shared_head", "std")}
+    defaults = {field.name: field.default for field in fields(args)}
+    is_copy = args._given >= defaults.keys()  # made by dataclasses.replace, which gives every argument
     for name, value in shapes.items():
-        if name in args._given and (given := getattr(args, name)) not in (value, getattr(Args, name)):
+        given = getattr(args, name)
+        if name in args._given and given != value and not (is_copy and given == defaults[name]):
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} is {given}, but {args.init_from} has {value}: leave --{flag} out")
     log.info(f"networks of {args.init_from}: {', '.join(f'{k} {v}' for k, v in shapes.items())}")
@@ -325,7 +327,7 @@ def train(args: Args) -> Result:
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     data.load_pretrained(agent, from_algos={"cql": {}, "iql": {}})
-    run.warn_if_no_updates(args.warmup_steps, "--warmup-steps")
+    run.learns_after(args.warmup_steps, "--warmup-steps")
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -66,7 +66,7 @@ class Interval:
         if math.isinf(self.high):
             if math.isinf(self.low):
                 return "a finite number"
-            return f"a number from {self.low:g} up" if self.has_low else f"a number above {self.low:g}"
+            return f"a number of {self.low:g} or more" if self.has_low else f"a number above {self.low:g}"
         return f"a number in {'[('[not self.has_low]}{self.low:g}, {self.high:g}{')]'[self.has_high]}"
 
 
@@ -140,7 +140,7 @@ def at_least(lowest: int, **given: float | None) -> None:
     """Raise InputError for the first flag that is below `lowest` or not finite. None is a flag that was not given."""
     for name, value in given.items():
         if value is not None and not lowest <= value < math.inf:
-            raise InputError(f"--{name.replace('_', '-')} is {value}: give a number from {lowest} up")
+            raise InputError(f"--{name.replace('_', '-')} is {value}: give a number of {lowest} or more")
 
 
 def checked(flag: str, given: Any, wanted: Any, bounds: Interval = POSITIVE) -> Any:
@@ -241,7 +241,7 @@ class RunArgs(Origin):
     env_kwargs: str = "{}"
     """Arguments of the environment's constructor, as a dict in JSON: '{"use_contact_forces": false}'."""
     time_limit: int | None = None
-    """Steps of the environment after which an episode is truncated, instead of its own limit."""
+    """Environment steps after which an episode is truncated. Replaces the environment's limit."""
     action_repeat: int | None = None
     """Steps of the environment for each action (frame skip), whose rewards are summed.
     None means 1, or that of the dataset."""
@@ -330,6 +330,15 @@ class RunArgs(Origin):
         self.from_preset = values
         vars(self).update({name: value for name, value in values.items() if name not in self._given})
 
+    @classmethod
+    def allows(cls, name: str, value: object) -> bool:
+        """Return whether the argument may have this value."""
+        try:
+            checked_as(get_type_hints(cls, include_extras=True)[name], name, value)
+        except InputError:
+            return False
+        return True
+
     @property
     def env_settings(self) -> dict[str, Any]:
         """What `envs.make.make` gets besides the id: `env_kwargs`, and the other flags of the environment if given."""
@@ -356,7 +365,7 @@ class OffPolicyArgs(RunArgs):
     extendable: ClassVar[tuple[str, ...]] = ("total_steps", "online_steps")
 
     overlap: bool = WITH_CUDA
-    """Choose each action before the last step's updates, so that the device learns while the environments step."""
+    """Choose each action before the previous step's updates, so that the device learns while the environments step."""
 
 
 @dataclasses.dataclass

@@ -56,13 +56,13 @@ def device(name: str, tf32: bool = False) -> torch.device:
 
 def share_of_memory() -> float:
     """Return the value of ONRAMP_GPU_SHARE, by default 1. Raises InputError if it is no number in (0, 1]."""
-    said = os.environ.get(GPU_SHARE_ENV, "1")
+    text = os.environ.get(GPU_SHARE_ENV, "1")
     try:
-        share = float(said)
+        share = float(text)
     except ValueError:
         share = 0.0
     if not 0.0 < share <= 1.0:
-        raise InputError(f"{GPU_SHARE_ENV} is {said!r}: give a number in (0, 1]")
+        raise InputError(f"{GPU_SHARE_ENV} is {text!r}: give a number in (0, 1]")
     return share
 
 

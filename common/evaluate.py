@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from common.errors import RunError
 
 Act = Callable[[NDArray[Any]], NDArray[np.float32]]
-TOGETHER = 10  # most environments that an evaluation makes: one of OGBench's cubes takes 160 MB
+MAX_EVAL_ENVS = 10  # most environments that an evaluation makes: one of OGBench's cubes takes 160 MB
 MAX_EPISODE_STEPS = 100_000  # an episode that never ends would stall the run without a message
 
 
@@ -49,7 +49,7 @@ def _together(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int],
     successes: list[bool | None] = [None] * len(envs)
     running, plans = np.arange(len(envs)), np.empty((0, 0, 0), np.float32)
     while len(running):
-        going_on = np.ones(len(running), bool)
+        is_running = np.ones(len(running), bool)
         if not plans.size:  # all running episodes are in the same step, and so in the same place of their plans
             plans = act(obs[running]).reshape(len(running), -1, flatdim(envs[0].action_space))
         for k, (i, action) in enumerate(zip(running.tolist(), plans[:, 0], strict=True)):
@@ -66,8 +66,8 @@ def _together(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int],
                 )
             if "success" in info:
                 successes[i] = bool(successes[i]) or bool(info["success"])
-            going_on[k] = not (terminated or truncated)
-        running, plans = running[going_on], plans[going_on, 1:]
+            is_running[k] = not (terminated or truncated)
+        running, plans = running[is_running], plans[is_running, 1:]
         if len(running) and lengths[running[0]] >= MAX_EPISODE_STEPS:  # all running episodes have this length
             raise RunError(
                 f"an evaluation episode did not end in {MAX_EPISODE_STEPS:,} steps: "

@@ -126,6 +126,8 @@ FIT = 5.0  # SimbaV2's range of returns, which `common.normalize.ReturnScaler` f
 def made_histogram(kind: str, bins: int, low: float | None, high: float | None) -> Histogram | None:
     """Return the histogram of `--critic`, on [low, high] or on ±FIT, or None for "mse". Raises InputError."""
     if kind == "mse":
+        if (low, high) != (None, None):
+            raise InputError("--q-min and --q-max are the range of a histogram: give --critic hl-gauss or c51 too")
         return None
     if bins < 2:
         raise InputError(f"--bins is {bins}: give at least 2")

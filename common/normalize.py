@@ -85,7 +85,7 @@ class _DiscountedSums(nn.Module):
         self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
 
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:
-        """Begin the sums of those environments [num_envs] again that were not restored exactly."""
+        """Reset the sums of environments that were not restored exactly (`exact` [num_envs])."""
         self.sums[~torch.tensor(exact)] = 0.0
 
 

@@ -1,9 +1,10 @@
-"""What a run changes in its process, and how that is undone: a program may train many times and catch the errors."""
+"""Undo what a run changes in its process: a program may train many times and catch errors."""
 
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,14 @@ _ending: ContextVar[list[Callable[[], None]] | None] = ContextVar("_ending", def
 
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
-    """Restore signal handlers, threads and the use of denormal numbers at the end, and call what `at_end` was given."""
+    """At the end, call what `at_end` was given, and restore signal handlers and PyTorch's settings.
+
+    On CUDA, the settings of memory, workspace and TF32 stay (`common.cuda.device`).
+    """
     handlers = [(number, signal.getsignal(number)) for number in STOPS]
     threads, is_flushed = torch.get_num_threads(), bool(np.float64(5e-324) * 1.0 == 0.0)
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    precision, determinism = products.fp32_precision, torch.get_deterministic_debug_mode()
     ending: list[Callable[[], None]] = []
     token = _ending.set(ending)
     try:
@@ -36,6 +42,8 @@ def as_before() -> Iterator[None]:
                 signal.signal(number, handler)
         torch.set_num_threads(threads)
         torch.set_flush_denormal(is_flushed)
+        products.fp32_precision = precision
+        torch.set_deterministic_debug_mode(determinism)
 
 
 def at_end(*functions: Callable[[], None]) -> None:

@@ -181,7 +181,7 @@ class ReplayBuffer(Part):
 
     def sample(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Sample `batch_size` transitions, uniformly with replacement. `generator` is on the buffer's device."""
-        return self.at(uniform(self.size, batch_size, generator))
+        return self.at(random_rows(self.size, batch_size, generator))
 
     def at(self, where: Tensor) -> Batch:
         """Return the transitions in the rows `where` [batch], an integer tensor on the buffer's device.
@@ -309,7 +309,7 @@ class _Segment(NamedTuple):
         return f"{self.first:012d}.rows"
 
 
-def uniform(size: Tensor | int, count: int, generator: torch.Generator) -> Tensor:
+def random_rows(size: Tensor | int, count: int, generator: torch.Generator) -> Tensor:
     """Sample integers [count] below `size`. A CUDA graph reads `size` at each replay if it is a tensor."""
     # With so wide a range, the remainder favours no number by more than size / 2^62.
     return torch.randint(2**62, (count,), generator=generator, device=generator.device) % size

@@ -25,7 +25,8 @@ def require_resources(args: RunArgs, device: torch.device) -> None:
     for flag, work in _work(args):
         if work / MOST_PER_SECOND > TEN_YEARS:
             raise InputError(
-                f"{flag} lets the run take ten years or more, even with a million steps a second: give a smaller number"
+                f"{flag} would make the run last ten years or more, even at a million steps per second: "
+                "give a smaller number"
             )
     free = {each: free_memory(each) for each in {device, torch.device("cpu")}}
     for flag, need, holder in _needs(args, device):
@@ -37,7 +38,7 @@ def require_resources(args: RunArgs, device: torch.device) -> None:
 
 
 def _work(args: RunArgs) -> Iterator[tuple[str, int]]:
-    """Yield a flag, and how many things the run does one after another at least because of it."""
+    """Yield each flag and a lower bound on the sequential operations it causes."""
     first, last = args.span
     steps = last - first
     size = partial(_size, args)

@@ -123,7 +123,7 @@ class Run:
         self.launch = Launch(args, self.device)
         if args.track and importlib.util.find_spec("wandb") is None:
             raise InputError("--track needs Weights & Biases: pip install wandb (or leave --track out)")
-        self._signal = 0
+        self._signal, self._idle_steps = 0, (0, "")
         self._grown: dict[str, Any] | None = None  # the config of a run that is being extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
         self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
@@ -145,6 +145,9 @@ class Run:
             raise InputError(f"--normalize-obs has no effect on {self.algo}: leave it out")
         self._agent, self._rollout, self._parts = agent, rollout, parts
         self.launch.agent = agent
+        steps, flag = self._idle_steps
+        if 0 < self.last_step <= steps:
+            log.warning(f"nothing is learned in {self.last_step:,} environment steps: {flag} covers {steps:,}")
         saved = self._open()
         if saved is None:
             rollout.reset()
@@ -241,9 +244,9 @@ class Run:
         """
         each = self.args.num_envs
         while self.step < self.last_step:
-            steps = 1 if self.step < 0 else by or each
             left = -(-(self.last_step - self.step) // each) * each
-            self.logger.advance(min(steps, left))
+            steps = min(1 if self.step < 0 else by or each, left)
+            self.logger.advance(steps)
             self._previous_step = self.step - steps
             yield self.step
 
@@ -314,8 +317,7 @@ class Run:
         A kill at any point leaves the last checkpoint or this one.
         """
         self._own_folder.require()
-        folder = self.folder / "checkpoint"
-        folder.mkdir(exist_ok=True)
+        (folder := self.folder / "checkpoint").mkdir(exist_ok=True)
         files.sync(self.folder)
         agent = checkpoint.state_of(self._agent)
         checkpoint.refuse_non_finite({"agent": agent}, self.folder, self.step)
@@ -325,10 +327,9 @@ class Run:
         for part in self._parts.values():
             part.drop_old(self._replay)
 
-    def warn_if_no_updates(self, steps: int, flag: str) -> None:
-        """Warn if the whole run lies within the first `steps` environment steps, in which nothing is learned."""
-        if 0 < self.last_step <= steps:
-            log.warning(f"nothing is learned in {self.last_step:,} environment steps: {flag} covers {steps:,}")
+    def learns_after(self, steps: int, flag: str) -> None:
+        """Note that nothing is learned before environment step `steps`. `resume` warns if the run has no later ones."""
+        self._idle_steps = max(self._idle_steps, (steps, flag))
 
     def _warn_inexact(self) -> None:
         if self.args.vectorizer == "envpool":

@@ -94,9 +94,9 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             ) from error
         if not isinstance(info, dict):
             raise InputError(f"{self._name} gave the info {info!r}, which is not a dict")
-        told = self._numbers(info) | self._told(info) if self._all_infos else self._told(info)
+        kept = self._numbers(info) | self._evaluation_infos(info) if self._all_infos else self._evaluation_infos(info)
         ends = is_true("termination", termination, self._name), is_true("truncation", truncation, self._name)
-        return self._shaped(obs), number("reward", reward, self._name), *ends, told
+        return self._shaped(obs), number("reward", reward, self._name), *ends, kept
 
     def close(self) -> None:
         try:
@@ -132,15 +132,15 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
                     numbers[name.replace("/", ".")] = np.bool_(value) if is_bool else float(value)
         return numbers
 
-    def _told(self, info: dict[str, Any]) -> dict[str, Any]:
+    def _evaluation_infos(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return what evaluations read: `success`, and `return` if that is not the sum of the rewards."""
-        told = {"return": number("return", info["return"], self._name)} if "return" in info else {}
+        kept = {"return": number("return", info["return"], self._name)} if "return" in info else {}
         for key in SUCCESS:
             if key in info:
-                return told | {"success": is_true(key, info[key], self._name)}
+                return kept | {"success": is_true(key, info[key], self._name)}
         if "episode_task_completions" in info:  # Franka kitchen: success means all tasks
-            told["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
-        return told
+            kept["success"] = len(info["episode_task_completions"]) == len(self.get_wrapper_attr("goal"))
+        return kept
 
 
 class ActionRepeat(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
@@ -222,7 +222,7 @@ def unwrapped(env_id: str, action_repeat: int = 1, **kwargs: Any) -> Env:
     except (Exception, SystemExit) as error:
         _require(env_id, error)
         raise InputError(
-            f"{env_id} does not start with {_versions()}: {reason(error)}\n" + _cure(env_id, kwargs)
+            f"{env_id} cannot be made with {_versions()}: {reason(error)}\n" + _cure(env_id, kwargs)
         ) from error
     _check_spaces(env, env_id)
     return ActionRepeat(env, action_repeat) if action_repeat > 1 else env
@@ -289,7 +289,7 @@ def find(env_id: str) -> gym.envs.registration.EnvSpec:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:
             raise InputError(
-                f"The module of {env_id} does not import. {type(error).__name__}: {error}\n"
+                f"The module of {env_id} cannot be imported. {type(error).__name__}: {error}\n"
                 "Install it, run the command in its folder, or add its folder to PYTHONPATH."
             ) from error
     if ogbench.is_task(name):

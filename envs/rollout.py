@@ -13,7 +13,7 @@ from common.acting import uniform_actions
 from common.arguments import RunArgs
 from common.checkpoint import RESTORE_OR_RESTART, Part
 from common.errors import InputError, require_finite
-from common.evaluate import TOGETHER, Act, Episode, evaluate
+from common.evaluate import MAX_EVAL_ENVS, Act, Episode, evaluate
 from common.plans import Plans
 from common.schema import Schema
 from common.seeding import seeds
@@ -61,7 +61,7 @@ class Rollout(Part):
         settings = args.env_settings if settings is None else settings
         require_constructor_arguments(settings)
         self.envs = make_vector(env, args.num_envs, args.seed, vectorizer=args.vectorizer, **settings)
-        self._eval_envs = [make(env, **settings) for _ in range(min(TOGETHER, args.eval_episodes))]
+        self._eval_envs = [make(env, **settings) for _ in range(min(MAX_EVAL_ENVS, args.eval_episodes))]
         self._eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
         self.obs_dim = flatdim(self.envs.single_observation_space)
         self.action_dim = flatdim(self.envs.single_action_space)

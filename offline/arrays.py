@@ -96,11 +96,11 @@ def with_successors(data: Transitions) -> Transitions:
 
 
 def _numbers(name: str, values: ArrayLike | None, width: int | None, rows: int | None = None) -> Array:
-    """Return finite numbers [rows, width], of which each None may be any number. Raises InputError for others."""
+    """Return finite numbers [rows, width]; None allows any size. Raises InputError otherwise."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is no array of numbers: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"{name} is not an array of numbers: {' '.join(str(error).split())[:200]}") from None
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} holds {array.dtype}: give an array of numbers")
     if width == 1 and array.ndim == 1:
@@ -123,7 +123,7 @@ def _numbers(name: str, values: ArrayLike | None, width: int | None, rows: int |
 def _flags(name: str, values: ArrayLike | None, rows: int) -> NDArray[np.bool_]:
     flags = _numbers(name, values, 1, rows)[:, 0]
     if bad := set(np.unique(flags).tolist()) - {0, 1}:
-        raise InputError(f"{name} holds {min(bad):g}: give 1 (or True) where it is so, and 0 (or False) elsewhere")
+        raise InputError(f"{name} holds {min(bad):g}: give only 1 (or True) and 0 (or False)")
     return flags.astype(bool)
 
 

@@ -79,7 +79,7 @@ class Dataset(Episodes):
         success. Here an episode that is cut while it fails, after a success, is also assumed to fail forever. With a
         finite sum, a failing state would be worth more the nearer the time limit is.
         """
-        rewards, going_on = self.column("rewards").astype(np.float64), 1.0 - self.column("terminations")
+        rewards, continues = self.column("rewards").astype(np.float64), 1.0 - self.column("terminations")
         if failure is not None and gamma == 1.0:
             raise InputError("--gamma is 1: returns-to-go of endless failure need a smaller one")
         to_go = np.empty_like(rewards)
@@ -94,7 +94,7 @@ class Dataset(Episodes):
         for steps in range(1, int(lengths[0]) + 1):  # for all episodes at once, from their ends
             episodes = int(np.searchsorted(-lengths, -steps, side="right"))
             rows = ends[:episodes] - steps
-            to_go[rows] = following = rewards[rows] + gamma * going_on[rows] * following[:episodes]
+            to_go[rows] = following = rewards[rows] + gamma * continues[rows] * following[:episodes]
         if failure is not None:
             failed = np.logical_and.reduceat(np.isclose(rewards, failure), self.starts)
             failed &= np.isnan(self.dropped_final_rewards) | np.isclose(self.dropped_final_rewards, failure)

@@ -39,7 +39,7 @@ def require_connection(url: str) -> None:
         except OSError as error:
             if attempt == TRIES - 1:
                 raise ConnectionError(
-                    f"{server.netloc} does not answer, {TRIES} tries: {error.strerror or error}"
+                    f"{server.netloc} did not answer in {TRIES} tries: {error.strerror or error}"
                 ) from None
             time.sleep(0.5)
     return None

@@ -42,7 +42,7 @@ class Archive:
         except BAD_ARCHIVE as error:
             raise self._unreadable(key, error) from None
         if not isinstance(array, np.ndarray):
-            raise InputError(f"{self.path}: {key} is no array")
+            raise InputError(f"{self.path}: {key} is not an array")
         return array
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Before the switch, a step is an update on the dataset. After it, a step is one of the environment. `--retain` selects
 what is sampled after the switch:
 
-- none: only online transitions, after the frozen policy has collected `--warmup-steps` (WSRL, Zhou et al. 2025).
+- none: only online transitions, after the frozen policy has collected `--warmup-steps` (WSRL, Zhou et al. 2024).
 - append: dataset and online transitions alike, as from one growing buffer (IQL, Kostrikov et al. 2021).
 - mix: a fixed share of the dataset in every batch, spread evenly over it (RLPD, Ball et al. 2023; Cal-QL).
 """
@@ -24,7 +24,7 @@ from common import checkpoint
 from common.arguments import BY_DOMAIN, NonNegativeInt, OffPolicyArgs, OpenFraction, Unset, env_settings
 from common.errors import InputError
 from common.messages import log
-from common.replay_buffer import Batch, ReplayBuffer, pack, uniform
+from common.replay_buffer import Batch, ReplayBuffer, pack, random_rows
 from common.run import Run
 from common.run_folder import has_checkpoint, is_finished, read_state, run_config
 from envs.make import find
@@ -69,7 +69,7 @@ class OfflineArgs(OffPolicyArgs):
     """Which of the dataset's episodes are sampled more often. none: no episode. return: those of high return.
     advantage: those whose return is high for their first observation."""
     weighting_temperature: float = 0.1
-    """With --weighting: how evenly. The best episode's transitions are exp(1/temperature) as likely as the worst's."""
+    """With --weighting: how evenly. Rows of the best episode are exp(1/temperature) times as likely as the worst's."""
     warmup_steps: NonNegativeInt = 5_000
     """With --retain none: environment steps with the frozen policy before the first online update."""
     utd: int = 1
@@ -172,11 +172,11 @@ class OfflineToOnline(checkpoint.Part):
         """Load the dataset. `rewards` and `normalize_returns` are those of `offline.dataset.load`.
 
         `top`: the share of the transitions that is kept, those of the best episodes (`Dataset.top`).
-        `discount`: batches get returns-to-go with it (Cal-QL). An online episode is then sampled once it is finished.
+        `discount`: batches get returns-to-go with it (Cal-QL). Online episodes are then sampled only after they end.
         `failure`: as in `Dataset.return_to_go`, but as a raw reward. `next_actions`: offline batches get those of
         `Dataset.next_actions`. `online_returns`: false if returns-to-go are needed only before the switch.
         `online_batch`: size of an online batch, by default `args.batch_size`. `wait_for_full_batch`: the first online
-        update waits for more transitions than it takes, as in WSRL. Else half of the first batches is one transition.
+        update waits for more transitions than it takes, as in WSRL. Else the first batches repeat a few of them.
         `windows`: number of transitions and discount factor of the windows that batches hold (`Batch`).
 
         Raises InputError as `load` does, and if the dataset's environment is unknown or no episode has a window.
@@ -241,7 +241,8 @@ class OfflineToOnline(checkpoint.Part):
                 "rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"
                 "if every step without success pays the same, give that reward as --failure-reward"
             )
-        run.warn_if_no_updates(max(self._warmup_steps, self._first_batch), "--warmup-steps or the first batch")
+        run.learns_after(self._warmup_steps, "--warmup-steps")
+        run.learns_after(self._first_batch, "the first batch")
 
     def rollout(self) -> Rollout:
         """Return the run's environments. Raises InputError if their observations or actions have other sizes."""
@@ -261,20 +262,20 @@ class OfflineToOnline(checkpoint.Part):
 
         From a run of one of `from_algos`, take what both have. Its values map names of attributes there to names here.
         With `only`, take only those attributes, for which rewards do not matter. Both runs must share the arguments
-        `must_match`, or class constants. Raises InputError if the run does not fit, before `Run.resume` makes a folder.
+        `must_match`. Raises InputError if the run does not fit, before `Run.resume` makes a folder.
         """
         folder = self.args.init_from
         if folder is None or has_checkpoint(self._folder):
             return
         config, own = run_config(folder), self.dataset.rewards
         algo, was, from_algos = config["algo"], config["arguments"], from_algos or {}
-        if algo not in (self._algo, *from_algos):
-            raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {self._algo}")
+        if algo not in (known := sorted({self._algo, *from_algos})):
+            raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {' or '.join(known)}")
         for name in (*must_match, "normalize_obs"):
             here, default, flag = getattr(self.args, name), getattr(type(self.args), name), name.replace("_", "-")
             there = was.get(name, default if algo == self._algo or name not in must_match else here)
             if there != here:  # an older run had the default, and another algorithm may not have the argument
-                cure = "the same here" if name in vars(self.args) else f"a run with --{flag} {here}"
+                cure = "the same here" if self.args.allows(name, there) else "another --init-from"
                 raise InputError(f"{folder} was trained with --{flag} {there}: give {cure}")
         if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):
             raise InputError(f"{folder} was trained in {self.env} with other arguments: give the same --env-kwargs")
@@ -383,7 +384,7 @@ class OfflineToOnline(checkpoint.Part):
     def _from_both(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Return a batch drawn uniformly from the rows of both buffers. `--weighting` chooses among the dataset's."""
         data, online = self.dataset.buffer, self.online
-        where = uniform(online.size + len(data), batch_size, generator)
+        where = random_rows(online.size + len(data), batch_size, generator)
         rows = self._rows(batch_size, generator) if self._weighted else where.clamp(max=len(data) - 1)
         return selected(where < len(data), self._data_at(rows, True), online.at((where - len(data)).clamp(min=0)))
 

@@ -72,7 +72,7 @@ class Episodes:
     def evaluation_env(self, given: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the environment that evaluates the dataset, `given` or else its own, and the arguments for it.
 
-        `asked` are the user's arguments, and those that the dataset states come next (`envs.make.settings_in`).
+        `asked` are the user's arguments, and those that the dataset states come next (`envs.settings.settings_in`).
         Raises InputError if there is no environment, or if it is the dataset's with other arguments.
         """
         env = given or self.env

@@ -302,7 +302,7 @@ def write_minari(
                 "dataset_id": dataset_id,
                 "minari_version": minari.__version__,
                 "algorithm_name": ", ".join(s.get("algorithm", s["kind"]) for s in recipe["sources"]),
-                "description": "Written by onramp; how is in the entry recipe.",
+                "description": "Written by onramp, as the entry recipe describes.",
                 "recipe": json.dumps(recipe),
                 **_scores(ref_scores),
             }

@@ -44,7 +44,7 @@ SMALL = COMMON | {
     "batch_size": 16, "buffer_size": 10_000, "flow_hidden": (16, 16), "flow_steps": 3, "warmup_steps": 60,
 }  # fmt: skip
 STEPS, B, H = 4, 1.5, 2  # Euler steps, scale of the noise, actions in a chunk
-NETWORKS = ("flow", "actor", "critic", "target_critic", "noise_critic")
+NETWORKS = ("base", "actor", "critic", "target_critic", "noise_critic")
 both_bases = pytest.mark.parametrize("policy", ["flow", "diffusion"])
 
 
@@ -104,7 +104,7 @@ def ddim_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
     y = noise / np.sqrt(bars[-1])
     for k in reversed(range(len(bars))):
         x, time = torch.from_numpy(y * np.sqrt(bars[k])), torch.tensor(float(k))
-        actions = (y - scales[k] * agent.flow(torch.from_numpy(obs), x, time).detach().numpy()).clip(-1, 1)
+        actions = (y - scales[k] * agent.base(torch.from_numpy(obs), x, time).detach().numpy()).clip(-1, 1)
         y = actions + (y - actions) * (scales[k - 1] / scales[k] if k else 0.0)
     return y
 
@@ -115,7 +115,7 @@ def flow_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
         return ddim_actions(agent, obs, noise)
     x = noise
     for k in range(STEPS):
-        x = x + joined(agent.flow, obs, x, np.full((len(x), 1), k / STEPS)) / STEPS
+        x = x + joined(agent.base, obs, x, np.full((len(x), 1), k / STEPS)) / STEPS
     return np.clip(x, -1, 1)
 
 
@@ -153,7 +153,7 @@ def test_each_noise_critic_follows_its_own_critic(policy: str):
     errors = (values(agent.noise_critic, obs, noise / B) - wanted) ** 2
     loss, _ = agent.noise_critic_loss(batch)
     assert loss.item() == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
-    others = [*agent.flow.parameters(), *agent.critic.parameters()]
+    others = [*agent.base.parameters(), *agent.critic.parameters()]
     assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
 
 
@@ -165,7 +165,7 @@ def test_actor_loss_passes_through_the_noise_critics_alone():
     loss, returned, _ = agent.actor_loss(batch)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(returned.numpy(), log_prob, rtol=1e-6)
-    others = [p for name in ("flow", "critic", "noise_critic") for p in getattr(agent, name).parameters()]
+    others = [p for name in ("base", "critic", "noise_critic") for p in getattr(agent, name).parameters()]
     assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
 
 
@@ -189,7 +189,7 @@ def test_sac_actor_loss_passes_through_the_critics():
     loss, returned, _ = agent.actor_loss(batch)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(returned.numpy(), log_prob, rtol=1e-6, atol=1e-6)
-    others = [p for name in ("flow", "critic", "target_critic") for p in getattr(agent, name).parameters()]
+    others = [p for name in ("base", "critic", "target_critic") for p in getattr(agent, name).parameters()]
     assert all(gradient is None for gradient in torch.autograd.grad(loss, others, allow_unused=True))
 
 
@@ -221,12 +221,12 @@ def test_sac_stores_the_noise_that_it_executed(policy: str, small: Callable[...,
     module("dsrl").train(args)
     rows, state = stored(args.run_dir), final_state(args.run_dir)["agent"]
     agent = DSRL(with_presets(args, PRESETS), 3, 1, torch.device("cpu"))
-    agent.flow.load_state_dict(state["flow"])
+    agent.base.load_state_dict(state["base"])
     assert {"noise_critic", "noise_critic_optimizer"}.isdisjoint(state)
-    steps = [int(state[f"{name}_optimizer"]["state"][0]["step"]) for name in ("flow", "critic")]
+    steps = [int(state[f"{name}_optimizer"]["state"][0]["step"]) for name in ("base", "critic")]
     assert steps == [args.offline_steps, args.online_steps - args.warmup_steps]
     with torch.no_grad():
-        made = agent.flow_actions(rows.obs, B * rows.actions)
+        made = agent.base_actions(rows.obs, B * rows.actions)
     np.testing.assert_allclose(np.stack(executed), made, atol=1e-5)
     assert (made - rows.actions).abs().mean() > 0.05
     assert rows.actions.abs().max() <= 1.0
@@ -254,9 +254,9 @@ def test_flow_loss_weighs_each_valid_action():
     agent, batch = make_agent(), chunks()
     drawn = Drawn(agent.generator)
     noise, t = drawn.normal(40, 4), torch.rand(40, generator=drawn.generator).double().numpy()[:, None]
-    found = joined(agent.flow, batch.obs.numpy(), (1 - t) * noise + t * batch.actions.numpy(), t)
+    found = joined(agent.base, batch.obs.numpy(), (1 - t) * noise + t * batch.actions.numpy(), t)
     errors = (found - (batch.actions.numpy() - noise)) ** 2 * np.repeat(batch.valid.numpy(), 2, axis=1)
-    assert agent.flow_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
+    assert agent.imitation_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
 
 
 def test_diffusion_loss_weighs_each_valid_action():
@@ -265,9 +265,9 @@ def test_diffusion_loss_weighs_each_valid_action():
     noise, times = drawn.normal(40, 4), np.array(drawn.integers(STEPS, 40))
     bar = agent.process.alpha_bars.double().numpy()[times][:, None]
     noisy = torch.from_numpy(np.sqrt(bar) * batch.actions.numpy() + np.sqrt(1 - bar) * noise)
-    found = agent.flow(batch.obs, noisy, torch.from_numpy(times.astype(np.float64))).detach().numpy()
+    found = agent.base(batch.obs, noisy, torch.from_numpy(times.astype(np.float64))).detach().numpy()
     errors = (found - noise) ** 2 * np.repeat(batch.valid.numpy(), 2, axis=1)
-    assert agent.flow_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
+    assert agent.imitation_loss(batch)[0].item() == pytest.approx(errors.sum() / 160, rel=1e-6)
 
 
 @both_bases
@@ -287,7 +287,7 @@ def test_each_phase_changes_its_own_networks(policy: str, recipe: str):
     form = {"policy": policy, "recipe": recipe, "chunk": 1 if recipe == "sac" else H}
     agent = make_agent(double=False, batch_size=20, utd=2, **form)
     batch = Batch(*(None if part is None else part.float() for part in batch))
-    for online, moving in ((False, {"flow"}), (True, set(NETWORKS) - {"flow"})):
+    for online, moving in ((False, {"base"}), (True, set(NETWORKS) - {"base"})):
         before = {name: [p.detach().clone() for p in getattr(agent, name).parameters()] for name in networks(agent)}
         agent.update(batch, online)
         for name, old in before.items():
@@ -318,7 +318,7 @@ def test_a_steered_flow_takes_the_better_mode(recipe: str):
     obs = np.ones((2_000, 3), np.float32)
     base = unsteered(agent)(obs)
     assert 0.15 < (base > 0).mean() < 0.35
-    before = [p.detach().clone() for p in agent.flow.parameters()]
+    before = [p.detach().clone() for p in agent.base.parameters()]
     for _ in range(400):
         if recipe == "sac":
             actions, stored_actions = map(torch.from_numpy, agent.explore(obs[:256]))
@@ -326,7 +326,7 @@ def test_a_steered_flow_takes_the_better_mode(recipe: str):
             actions = stored_actions = torch.from_numpy(unsteered(agent)(obs[:256]))
         ones = torch.ones(256, 3)
         agent.update(Batch(ones, stored_actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
-    assert all(torch.equal(a, b) for a, b in zip(before, agent.flow.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, agent.base.parameters(), strict=True))
     agent.steers = 1
     assert (agent.act(obs) > 0).mean() > 0.9
     assert abs(agent.act(obs[:1], deterministic=True).item() - 0.6) < 0.2
@@ -412,8 +412,10 @@ def test_a_trained_base_policy_is_loaded_and_stays(base: str, small: Callable[..
         patch.setattr(Dataset, "obs_statistics", lambda _: (np.ones(3, np.float32), np.ones(3, np.float32)))
         module("dsrl").train(args)
     of_base, of_run = final_state(trained)["agent"], final_state(args.run_dir)["agent"]
-    name = {"bc": "actor", "expo": "base_average"}.get(algo, "flow")  # EXPO acts by the average of its weights
-    assert same(of_base[name], of_run["flow"])
+    name = {"bc": "actor", "dsrl": "base", "expo": "base_average"}.get(
+        algo, "flow"
+    )  # EXPO acts by the average of its weights
+    assert same(of_base[name], of_run["base"])
     assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
     assert algo == "bc" or not same(of_base["critic"], of_run["critic"])  # BC has none
     flag = f"--{steps.replace('_', '-')}"
@@ -430,7 +432,8 @@ def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., A
     trained, here = tmp_path / "bc", "diffusion" if policy == "flow" else "flow"
     module("bc").train(small("bc", policy=policy, offline_steps=2, online_steps=0, eval_episodes=1, run_dir=trained))
     args = small("dsrl", policy=here, init_from=trained, run_dir=tmp_path / "other")
-    with pytest.raises(InputError, match=f"with --policy {policy}: give the same here$"):
+    cure = "another --init-from" if policy == "gaussian" else "the same here"  # which DSRL does not have
+    with pytest.raises(InputError, match=f"with --policy {policy}: give {cure}$"):
         module("dsrl").train(args)
     config = run_config(trained)
     for name in ("policy", "flow_steps", "denoising_steps"):

@@ -334,7 +334,7 @@ def test_a_trained_base_policy_is_loaded(algo: str, small: Callable[..., Any], t
     form |= {"calibrated": True, "base_steps": None}
     args = small("pa_rl", init_from=trained, offline_steps=20, online_steps=0, **form)
     module("pa_rl").train(args)
-    name = {"bc": "actor", "expo": "base_average"}.get(algo, "flow")
+    name = {"bc": "actor", "dsrl": "base", "expo": "base_average"}.get(algo, "flow")
     assert same(final_state(trained)["agent"][name], final_state(args.run_dir)["agent"]["base"])
     wrong = {"denoising_steps": 4} if algo == "expo" else {"flow_steps": 4}
     other = small("pa_rl", init_from=trained, offline_steps=20, run_dir=tmp_path / "no", **form | wrong)

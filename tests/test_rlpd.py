@@ -263,7 +263,7 @@ def test_defaults_are_the_authors() -> None:
         ({"critics": 3, "target_critics": 4}, "--target-critics is 4: give at most --critics, 3"),
         ({"target_critics": 0}, "--target-critics is 0: give a number above 0"),
         ({"utd": 0}, "--utd is 0: give a number above 0"),
-        ({"random_steps": -1}, "--random-steps is -1: give a number from 0 up"),
+        ({"random_steps": -1}, "--random-steps is -1: give a number of 0 or more"),
         ({"gamma": 1.1}, r"--gamma is 1.1: give a number in \(0, 1\]"),
         ({"tau": 0.0}, r"--tau is 0.0: give a number in \(0, 1\]"),
     ],

@@ -161,7 +161,9 @@ class TestRuns:
         continued = partial(small, "wsrl", offline_steps=BY_DOMAIN, online_steps=30, init_from=first.run_dir)
         with pytest.raises(InputError, match=r"--critics is 7, but .*first has 2: leave --critics out"):
             module("wsrl").train(continued(critics=7))
-        module("wsrl").train(args := dataclasses.replace(continued(critics=10), seed=3))  # as many as by default
+        with pytest.raises(InputError, match="--critics is 10, but"):  # the default, but given
+            module("wsrl").train(continued(critics=10))
+        module("wsrl").train(args := dataclasses.replace(continued(critics=10), seed=3))  # which gives every argument
         arguments = json.loads((args.run_dir / "config.json").read_text())["arguments"]
         assert (arguments["offline_steps"], arguments["critics"], arguments["layer_norm"]) == (0, 2, False)
         assert "first: hidden (16, 16), critic_hidden (16, 16), critics 2, layer_norm False" in capsys.readouterr().err

@@ -57,7 +57,7 @@ class Args:
 
     def __post_init__(self) -> None:
         if self.horizon is not None and self.horizon < 1:
-            raise InputError(f"--horizon is {self.horizon}: give a number from 1 up")
+            raise InputError(f"--horizon is {self.horizon}: give a number of 1 or more")
 
 
 class Format(NamedTuple):

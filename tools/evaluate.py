@@ -25,7 +25,7 @@ import tyro
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError
-from common.evaluate import TOGETHER, Episode, evaluate
+from common.evaluate import MAX_EVAL_ENVS, Episode, evaluate
 from common.files import replacing
 from common.messages import print_result
 from common.seeding import seeds
@@ -74,7 +74,7 @@ def episodes_of(args: Args, trained: Trained, name: str) -> list[tuple[int, Epis
     with contextlib.ExitStack() as stack:
         envs = [
             stack.enter_context(contextlib.closing(make(env_id, **settings)))
-            for _ in range(min(TOGETHER, args.episodes))
+            for _ in range(min(MAX_EVAL_ENVS, args.episodes))
         ]
         policy = load_policy(name, envs[0], seed, deterministic=not args.sampled)
         return list(zip(each, evaluate(policy, envs, each), strict=True))

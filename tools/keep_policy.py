@@ -21,7 +21,7 @@ from gymnasium.spaces import flatdim
 from common.acting import eval_policy
 from common.command_line import command_line
 from common.errors import InputError
-from common.evaluate import TOGETHER, evaluate
+from common.evaluate import MAX_EVAL_ENVS, evaluate
 from common.messages import print_result
 from common.policy_file import SUFFIX, names_for_acting, read_policy, write_policy
 from common.run_folder import task_name, without_folders
@@ -49,7 +49,7 @@ def name_of(run: Trained) -> str:
 def returns_of(run: Trained, seed: int, episodes: int) -> list[float]:
     """Return the returns of evaluation episodes with this seed, in the run's environment."""
     env_id, settings = run.environment()
-    envs = [make(env_id, **settings) for _ in range(min(TOGETHER, episodes))]
+    envs = [make(env_id, **settings) for _ in range(min(MAX_EVAL_ENVS, episodes))]
     sizes = flatdim(envs[0].observation_space), flatdim(envs[0].action_space)
     policy = eval_policy(load_agent(run, *sizes, run.arguments["seed"]))
     each = seeds(seed, "kept", episodes)

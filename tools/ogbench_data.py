@@ -220,7 +220,7 @@ def end_with_parent() -> None:
 
 def main(args: Args) -> None:
     if args.transitions < 1 or args.jobs < 1:
-        raise InputError("--transitions and --jobs: give whole numbers from 1 up")
+        raise InputError("--transitions and --jobs: give whole numbers of 1 or more")
     tasks = [parsed(name) for name in args.tasks]
     for task in tasks:
         environments.register(task.env)

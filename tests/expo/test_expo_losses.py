@@ -20,7 +20,7 @@ class TestSelection:
         agent, obs = make_agent(), make_batch().obs
         candidates = torch.from_numpy(np.random.default_rng(1).uniform(-1.4, 1.4, (7, 5, 2)))
         chosen = drawn_subset(Drawn(agent.generator))
-        got = agent.select_best_action(obs, candidates, agent.generator)
+        got = agent.select_action(obs, candidates, agent.generator)
         for b in range(5):
             scores = []
             for candidate in candidates[:, b].numpy():
@@ -45,7 +45,7 @@ class TestSelection:
         obs = make_batch().obs[:1].expand(20_000, -1)
         candidates = torch.from_numpy(np.random.default_rng(1).uniform(-1, 1, (4, 1, 2))).expand(4, 20_000, 2)
         chosen = drawn_subset(Drawn(agent.generator))
-        got = agent.select_best_action(obs, candidates, agent.generator)
+        got = agent.select_action(obs, candidates, agent.generator)
         by_all = [values(agent.target_critic, obs[:4].numpy(), candidates[:, 0].numpy(), E)[i] for i in chosen]
         weights = np.exp(2.0 * np.min(by_all, axis=0))
         counts = np.array([(got == candidates[k, 0]).all(1).sum().item() for k in range(4)])

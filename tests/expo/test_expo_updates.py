@@ -48,7 +48,7 @@ class TestUpdate:
         agent.edit_scale = 1e-3
         seen, best, target = (
             [],
-            agent.select_best_action,
+            agent.select_action,
             [parameter.clone() for parameter in agent.target_critic.parameters()],
         )
 
@@ -56,7 +56,7 @@ class TestUpdate:
             seen.append((obs, candidates, [parameter.clone() for parameter in agent.target_critic.parameters()]))
             return best(obs, candidates, generator)
 
-        agent.select_best_action = chosen
+        agent.select_action = chosen
         agent.update(batch)
         assert [len(obs) for obs, _, _ in seen] == [16] * 4
         for part, (obs, candidates, now) in zip(batch.next_obs.split(16), seen, strict=True):

@@ -140,7 +140,7 @@ def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
         ({"names": ("a", "d")}, "no task that a, d all have"),
         ({"column": "success"}, "does not give success as numbers"),
         ({"alpha": 1.5}, "^--alpha is 1.5: give a number between 0 and 1$"),
-        ({"seeds": 0}, "^--seeds is 0: give a number from 1 up$"),
+        ({"seeds": 0}, "^--seeds is 0: give a number of 1 or more$"),
         (
             {"seeds": 1, "interims": 2},
             r"^whatever the scores, --seeds 1 .*can decide none of 1 pairs: give more --seeds",

@@ -204,4 +204,9 @@ def test_a_histogram_without_bins_or_range_is_refused(
 ):
     with pytest.raises(InputError, match=wanted):
         made_histogram(kind, bins, low, high)
-    assert made_histogram("mse", bins, low, high) is None
+
+
+def test_a_range_without_a_histogram_is_refused():
+    assert made_histogram("mse", 1, None, None) is None
+    with pytest.raises(InputError, match=r"^--q-min and --q-max .*: give --critic hl-gauss or c51 too$"):
+        made_histogram("mse", 11, None, 3.0)

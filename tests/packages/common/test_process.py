@@ -9,7 +9,7 @@ import torch
 from conftest import module
 from filelock import FileLock
 
-from common import process
+from common import process, run
 from common.errors import RunError, Stopped
 from common.replay_buffer import ReplayBuffer
 
@@ -23,13 +23,18 @@ def state():
         [signal.getsignal(number) for number in process.STOPS],
         torch.get_num_threads(),
         np.float64(5e-324) * 1.0,
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.get_deterministic_debug_mode(),
         multiprocessing.active_children(),
     )
     torch.set_num_threads(threads)
 
 
-def test_after_a_run(small, state):
+def test_after_a_run(small, state, monkeypatch: pytest.MonkeyPatch):
+    """With deterministic algorithms, as on CUDA."""
     before = state()
+    prepared = run.device
+    monkeypatch.setattr(run, "device", lambda *args: torch.use_deterministic_algorithms(True) or prepared(*args))
     module("ppo").train(small("ppo"))
     assert state() == before
 

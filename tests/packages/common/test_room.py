@@ -29,5 +29,5 @@ def test_work_of_ten_years_is_that_of_the_epochs_of_each_rollout(monkeypatch: py
     for num_envs in (1, 8):
         args = {"num_envs": num_envs, "total_steps": 800_000, "rollout_steps": 800}
         require_resources(module("ppo").Args(epochs=3 * 10**11, **args), CPU)
-        with pytest.raises(InputError, match="--epochs lets the run take ten years or more"):
+        with pytest.raises(InputError, match="--epochs would make the run last ten years or more"):
             require_resources(module("ppo").Args(epochs=4 * 10**11, **args), CPU)

@@ -39,7 +39,7 @@ MISSING = object()
         ({"a": [1, 2]}, {"a": (int, int, int)}, "a is a list of 2, and must be a list of 3"),
         ({1: "x"}, {str: str}, "1 is a whole number"),
         ([], {"a": int}, "all of it is a list, and must be a dict"),
-        ({"a": -1}, {"a": NonNegativeInt}, r"a is a whole number \(-1\), and must be a number from 0 up"),
+        ({"a": -1}, {"a": NonNegativeInt}, r"a is a whole number \(-1\), and must be a number of 0 or more"),
         ({"a": -1}, {"a": Annotated[int, range(3)]}, r"a is a whole number \(-1\), and must be range"),
         ({"a": np.ones(2)}, {"a": [np.ndarray]}, "a is an array, and must be a list"),
     ],

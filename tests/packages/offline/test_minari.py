@@ -256,7 +256,7 @@ class TestRemote:
             monkeypatch.delenv(proxy, raising=False)
         for source in ("D4RL/pen/human-v2", "hf://farama-minari/D4RL/pen/human-v2"):
             with pytest.raises(
-                InputError, match=r"127\.0\.0\.1:9 does not answer, 3 tries: .*get that folder"
+                InputError, match=r"127\.0\.0\.1:9 did not answer in 3 tries: .*get that folder"
             ) as caught:
                 load(source)
             assert "did you mean" not in str(caught.value)

@@ -155,10 +155,16 @@ def test_an_online_phase_without_a_full_batch_warns(
 ) -> None:
     """Of 256 transitions, 128 or all of them online ones: in 100 steps nothing is learned."""
     module("iql").train(small("iql", retain=retain, batch_size=256, offline_steps=0, online_steps=100, warmup_steps=0))
-    assert (
-        "nothing is learned in 100 environment steps: --warmup-steps or the first batch covers"
-        in capsys.readouterr().err
-    )
+    covered = 128 if retain == "mix" else 256
+    said = f"nothing is learned in 100 environment steps: the first batch covers {covered}"
+    assert said in capsys.readouterr().err
+
+
+def test_the_longest_of_several_waits_is_named(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The random steps, and half of the first batch. Only one warning is printed."""
+    module("rlpd").train(small("rlpd", batch_size=256, online_steps=100, random_steps=300))
+    said = capsys.readouterr().err
+    assert said.count("nothing is learned") == said.count("environment steps: --random-steps covers 300") == 1
 
 
 class TestReturnsToGo:

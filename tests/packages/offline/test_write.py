@@ -178,7 +178,7 @@ REFUSED = [
     ({"observations": np.zeros((13, 4, 4))}, "observations has shape"),
     ({"observations": NONE}, "observations has no rows"),
     ({"observations": np.full((13, 3), None)}, "observations holds object: give an array of numbers"),
-    ({"observations": [[1.0], [1.0, 2.0]]}, "observations is no array of numbers"),
+    ({"observations": [[1.0], [1.0, 2.0]]}, "observations is not an array of numbers"),
     ({"actions": np.zeros((14, 2))}, "actions has 14 rows, observations has 13"),
     ({"next_observations": np.zeros((13, 2))}, r"next_observations has shape \(13, 2\): give \(n, 3\)"),
     ({"rewards": np.zeros((13, 2))}, r"rewards has shape \(13, 2\): give \(n,\)"),

@@ -150,5 +150,5 @@ def test_all_rollouts_are_whole(
 
 
 def test_no_rollouts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--rollouts is 0: give a number from 1 up"):
+    with pytest.raises(InputError, match=r"--rollouts is 0: give a number of 1 or more"):
         main(Args("mine.hdf5", str(tmp_path / "pen.hdf5"), rollouts=0))

@@ -331,7 +331,7 @@ PENDULUM = ("--env", "Pendulum-v1", "--policy", "random")
         ([*PENDULUM, "--output", "text.hdf5"], ["text.hdf5 exists and was not written by this"]),
         ([*PENDULUM, "--output", "minari:other-v0"], ["other-v0 exists and was not written by this"]),
         ([*PENDULUM, "--output", "x.hdf5", "--transitions", "9"], ["--transitions is 9", "10"]),
-        ([*PENDULUM, "--output", "x.hdf5", "--num-envs", "0"], ["--num-envs is 0: give a number from 1 up"]),
+        ([*PENDULUM, "--output", "x.hdf5", "--num-envs", "0"], ["--num-envs is 0: give a number of 1 or more"]),
         ([*PENDULUM, "--output", "x.hdf5", "--seed", "-1"], ["--seed is -1"]),
         ([*PENDULUM, "--output", "x.hdf5", "--ref-scores", "3", "1"], ["--ref-scores"]),
         (["--policy", "random", "--output", "x.hdf5"], ["--env"]),

@@ -343,7 +343,7 @@ def test_one_that_may_not_be_read() -> None:
 
 
 def test_a_horizon_of_no_step() -> None:
-    with pytest.raises(InputError, match="--horizon is 0: give a number from 1 up"):
+    with pytest.raises(InputError, match="--horizon is 0: give a number of 1 or more"):
         Args(Path("a.npz"), "out.hdf5", horizon=0)
 
 

@@ -251,7 +251,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     for wrong in ("cube-single", "antmaze-large-navigate", "scene-play-v1", "cube-octuple-play"):
         with pytest.raises(InputError, match=f"{wrong} cannot be made here: choose from scene-play, scene-noisy"):
             main(Args((wrong,), folder=tmp_path))
-    with pytest.raises(InputError, match="give whole numbers from 1 up"):
+    with pytest.raises(InputError, match="give whole numbers of 1 or more"):
         main(Args((NAME,), transitions=0, folder=tmp_path))
     note = tmp_path / f"{NAME}-v0.json"
     note.write_text("{")

@@ -146,8 +146,8 @@ def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, fi
             watch(Args(run, **changed))
 
     refused(r"ends in \.mp4", output=Path("film.avi"))
-    refused("^--episodes is 0: give a number from 1 up$", episodes=0)
-    refused("^--seed is -1: give a number from 0 up$", seed=-1)
+    refused("^--episodes is 0: give a number of 1 or more$", episodes=0)
+    refused("^--seed is -1: give a number of 0 or more$", seed=-1)
     refused("draws no pictures", env="Undrawn-v0")
     assert not list(run.glob("*.mp4"))
     for variable in ("DISPLAY", "WAYLAND_DISPLAY"):
