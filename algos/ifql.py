@@ -62,7 +62,7 @@ class Args(OfflineArgs):
     expectile: OpenFraction = BY_DOMAIN
     """τ of the expectile regression of V."""
     q_aggregation: Literal["mean", "min"] = "min"
-    """How V's target joins the target critics. The choice of an action always has the smallest critic."""
+    """How V's target combines the target critics. The choice of an action always uses the smallest value."""
     gamma: Fraction = BY_DOMAIN
     """Discount factor."""
     tau: Fraction = 0.005

@@ -159,9 +159,7 @@ class REBRAC:
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
         self.actor_optimizer = Adam(self.actor.parameters(), args.actor_lr)
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
-        self.actor_penalty = torch.tensor(
-            args.actor_penalty, device=device
-        )  # a tensor: compiled updates would freeze a number
+        self.actor_penalty = torch.tensor(args.actor_penalty, device=device)  # compiled updates would freeze a number
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
         self.args, self.device = args, device
 

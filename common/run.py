@@ -328,7 +328,7 @@ class Run:
             part.drop_old(self._replay)
 
     def learns_after(self, steps: int, flag: str) -> None:
-        """Note that nothing is learned before environment step `steps`. `resume` warns if the run has no later ones."""
+        """Note that nothing is learned in the first `steps` environment steps. `resume` warns if these are all."""
         self._idle_steps = max(self._idle_steps, (steps, flag))
 
     def _warn_inexact(self) -> None:

@@ -109,7 +109,7 @@ def ddim_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
     return y
 
 
-def flow_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
+def base_actions(agent: DSRL, obs: Array, noise: Array) -> Array:
     """Euler steps at t = 0, 1/4, 2/4, 3/4; clipped once, at the end."""
     if agent.args.policy == "diffusion":
         return ddim_actions(agent, obs, noise)
@@ -133,7 +133,7 @@ def test_critic_loss_equals_an_independent_formula(policy: str):
     agent, batch = make_agent(gamma=0.9, policy=policy), chunks()
     obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
     u, log_prob = chosen(agent, next_obs, Drawn(agent.generator).normal(40, 4))
-    following = values(agent.target_critic, next_obs, flow_actions(agent, next_obs, B * u)).min(0)
+    following = values(agent.target_critic, next_obs, base_actions(agent, next_obs, B * u)).min(0)
     target = rewards + 0.9**2 * (1 - terminations) * (following - math.exp(-0.7) * log_prob)
     is_cut = batch.valid.numpy()[:, 1] == 0
     counts = ~is_cut | (terminations == 1)
@@ -149,7 +149,7 @@ def test_each_noise_critic_follows_its_own_critic(policy: str):
     agent, batch = make_agent(policy=policy), chunks()
     obs, noise = batch.obs.numpy(), Drawn(agent.generator).normal(40, 4)
     assert (np.abs(noise) > B).any()
-    wanted = values(agent.critic, obs, flow_actions(agent, obs, noise))
+    wanted = values(agent.critic, obs, base_actions(agent, obs, noise))
     errors = (values(agent.noise_critic, obs, noise / B) - wanted) ** 2
     loss, _ = agent.noise_critic_loss(batch)
     assert loss.item() == pytest.approx(0.5 * errors.mean(1).sum(), rel=1e-6)
@@ -204,7 +204,7 @@ def test_sac_explores_with_noise_in_the_box(policy: str):
     for agent.steers in (0, 1):
         actions, u = agent.explore(obs)
         np.testing.assert_allclose(u, noise[agent.steers], rtol=1e-6)
-        np.testing.assert_allclose(actions, flow_actions(agent, obs, B * u), atol=1e-5)
+        np.testing.assert_allclose(actions, base_actions(agent, obs, B * u), atol=1e-5)
 
 
 @both_bases

@@ -395,7 +395,7 @@ REFUSED = {
     "Cartpole-v1": "There is no environment Cartpole-v1. Give an environment of your own",
     "Zzzzzz-v0": "module:Name-v0",
     "": "module:Name-v0",
-    "no_such_module:Thing-v0": "no_such_module:Thing-v0 does not import",
+    "no_such_module:Thing-v0": "no_such_module:Thing-v0 cannot be imported",
     f"{__name__}:Nope-v0": r"has no environment Nope-v0\.\nIt registers \w+-v0, \w+-v0, \w+-v0\.$",
     "json:Thing-v0": r"json/__init__\.py has no environment Thing-v0",
     "Unbounded-v0": "unbounded",
@@ -408,9 +408,9 @@ REFUSED = {
     "Graph-v0": "observations of Graph-v0",
     "Discrete-v0": "observations of Discrete-v0",
     "Fails-v0": "AssertionError no luck",
-    "Leaves-v0": "Leaves-v0 does not start .*SystemExit 3",
+    "Leaves-v0": "Leaves-v0 cannot be made .*SystemExit 3",
     f"{__name__}:Fails-v0": r"AssertionError no luck\nIts own code failed: correct its constructor\.$",
-    "HalfCheetah-v3": r"v3 does not start[^\n]*\nDid you mean HalfCheetah-v5, HalfCheetah-v4(?!, HalfCheetah)",
+    "HalfCheetah-v3": r"v3 cannot be made[^\n]*\nDid you mean HalfCheetah-v5, HalfCheetah-v4(?!, HalfCheetah)",
 }
 
 
@@ -514,7 +514,7 @@ def test_own_module_that_exits(tmp_path: Path) -> None:
         "try: make('leaving:Mine-v0')\nexcept InputError as error: print(error)\n"
     )
     said = run(code, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
-    assert "module of leaving:Mine-v0 does not import. SystemExit: no licence" in said
+    assert "module of leaving:Mine-v0 cannot be imported. SystemExit: no licence" in said
 
 
 @pytest.mark.parametrize(

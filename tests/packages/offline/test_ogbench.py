@@ -313,7 +313,7 @@ def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("XML Error: Schema violation: unrecognized attribute: 'class'")
 
     monkeypatch.setattr(module.CustomMuJoCoEnv, "compile_model_and_data", refuse)
-    with pytest.raises(InputError, match=r"does not start .*Schema violation.*\nGet the versions .*\.\[ogbench\]"):
+    with pytest.raises(InputError, match=r"cannot be made .*Schema violation.*\nGet the versions .*\.\[ogbench\]"):
         make("scene-singletask-v0")
 
 
