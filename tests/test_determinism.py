@@ -18,6 +18,7 @@ from conftest import (
     networks_of,
     replay_bytes,
     same,
+    some,
     with_flag,
 )
 
@@ -69,7 +70,7 @@ def test_the_same_seed_is_the_same_run_whatever_is_evaluated_and_saved(algo: str
     assert replay_bytes(a) == replay_bytes(b) == replay_bytes(c)
 
 
-@every_algorithm
+@pytest.mark.parametrize("algo", some("sac", "ppo", "wsrl", "expo"))
 def test_another_seed_is_another_run(algo: str, small, reference):
     (a, evaluations_a), (b, evaluations_b) = reference(algo), run(small(algo, seed=2, **EPISODES))
     assert evaluations_a != evaluations_b

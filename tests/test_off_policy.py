@@ -61,7 +61,7 @@ def test_actions_lie_in_the_box_and_differ_where_they_should(algo: str):
 
 
 @off_policy
-@pytest.mark.parametrize(("utd", "num_envs"), [(1, 1), pytest.param(3, 1, marks=long), (2, 4)])
+@pytest.mark.parametrize(("utd", "num_envs"), [pytest.param(1, 1, marks=long), pytest.param(3, 1, marks=long), (2, 4)])
 def test_updates_for_each_environment_step(
     algo: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, utd: int, num_envs: int
 ):

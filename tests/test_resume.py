@@ -119,7 +119,7 @@ def test_kills_in_every_place_and_at_random_instants(
     ("algo", "num_envs"),
     [
         *((algo, 2) for algo in some("cql", "wsrl") if algo in OFFLINE),
-        *((algo, 1) for algo in some("wsrl") if algo in OFFLINE),
+        pytest.param("wsrl", 1, marks=long),
     ],
 )
 def test_kills_with_what_else_may_be_retained(algo: str, tmp_path: Path, num_envs: int):
@@ -213,7 +213,7 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
 
 
-@every_algorithm
+@pytest.mark.parametrize("algo", some("sac", "ppo", "wsrl"))
 def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.CaptureFixture[str]):
     """The last evaluation, that of the run which made it; and it says why nothing was trained."""
     first = module(algo).train(small(algo))

@@ -184,7 +184,7 @@ def test_a_target_draws_its_critics_and_the_actor_takes_the_mean():
     """REDQ: the smallest of two of five target critics, without replacement, drawn again for each target."""
     agent, batch = make_agent(critics=5, target_critics=2, actor_value="mean"), make_batch()
     pairs = list(itertools.combinations(range(5), 2))
-    assert {tuple(sorted(agent.drawn().tolist())) for _ in range(200)} == set(pairs)
+    assert {tuple(sorted(agent.subset().tolist())) for _ in range(200)} == set(pairs)
     obs, actions, rewards, next_obs, terminations = (part.numpy() for part in batch[:5])
     for _ in range(5):
         state = agent.generator.get_state()
@@ -193,7 +193,7 @@ def test_a_target_draws_its_critics_and_the_actor_takes_the_mean():
         loss = agent.critic_loss(batch)[0].item()
         agent.generator.set_state(state)
         torch.randn(5, 2, generator=agent.generator)
-        smallest = np.min([next_values[i] for i in agent.drawn().tolist()], axis=0)
+        smallest = np.min([next_values[i] for i in agent.subset().tolist()], axis=0)
         target = rewards + 0.99 * (1 - terminations) * (smallest - math.exp(-0.7) * next_log_prob)
         expected = sum(((q - target) ** 2).mean() for q in values(agent.critic, obs, actions, 5))
         assert loss == pytest.approx(expected, rel=1e-6)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OFFLINE, final_state, module, with_flag
+from conftest import OFFLINE, final_state, long, module, with_flag
 
 from algos.cql import CQL
 from common.run import Run
@@ -39,7 +39,10 @@ def optimizer_steps(state: dict[str, Any], network: str) -> int:
     return int(moments[0]["step"])
 
 
-@pytest.mark.parametrize(("utd", "num_envs", "overlap"), [(1, 1, False), (3, 1, True), (1, 3, True), (3, 3, False)])
+@pytest.mark.parametrize(
+    ("utd", "num_envs", "overlap"),
+    [pytest.param(1, 1, False, marks=long), (3, 1, True), pytest.param(1, 3, True, marks=long), (3, 3, False)],
+)
 @pytest.mark.parametrize("delay", [2, 3])
 @pytest.mark.parametrize("algo", with_flag("policy_delay"))
 def test_the_actor_moves_at_every_delayed_update_of_a_run(

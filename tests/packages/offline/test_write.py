@@ -182,7 +182,7 @@ REFUSED = [
     ({"actions": np.zeros((14, 2))}, "actions has 14 rows, observations has 13"),
     ({"next_observations": np.zeros((13, 2))}, r"next_observations has shape \(13, 2\): give \(n, 3\)"),
     ({"rewards": np.zeros((13, 2))}, r"rewards has shape \(13, 2\): give \(n,\)"),
-    ({"terminations": np.arange(13)}, "terminations holds 2: give 1"),
+    ({"terminations": np.arange(13)}, r"terminations holds 2: give only 1 \(or True\)"),
     (edited("terminations", 3, np.nan), "terminations of row 3 is not finite"),
     (edited("truncations", 3, -1), "truncations holds -1"),
     ({"truncations": None}, "give either truncations or episode_ends"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from conftest import Failing, every_algorithm, module
+from conftest import Failing, module, some
 
 from common.errors import InputError
 from tools.evaluate import Args, main
@@ -20,7 +20,7 @@ def last_evaluation(folder: Path) -> list[float]:
     return [float(row["return"]) for row in rows if row["step"] == rows[-1]["step"]]
 
 
-@every_algorithm
+@pytest.mark.parametrize("algo", some("sac", "ppo", "expo", "dsrl"))
 def test_the_first_episodes_are_those_of_the_runs_last_evaluation(algo: str, small: Callable[..., Any]) -> None:
     folder = module(algo).train(small(algo, total_steps=60, eval_episodes=10)).folder
     main(Args((str(folder),), episodes=13, csv=folder / "episodes.csv"))
