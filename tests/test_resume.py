@@ -213,7 +213,7 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("algo", some("sac", "ppo", "wsrl"))
+@every_algorithm
 def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.CaptureFixture[str]):
     """The last evaluation, that of the run which made it; and it says why nothing was trained."""
     first = module(algo).train(small(algo))
