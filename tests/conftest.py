@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -68,6 +69,24 @@ def some(*algos: str) -> list[str]:
     """These algorithms, for a test whose cases are long and much alike; every one with ONRAMP_TESTS=all."""
     assert {*algos} <= {*ALGORITHMS}
     return [algo for algo in ALGORITHMS if EVERYTHING or algo in algos]
+
+
+OTHER_USER = 65534
+
+
+@contextlib.contextmanager
+def bound_by_permissions(folder: Path) -> Iterator[None]:
+    """Permissions do not bind root: another user, to whom the folder then belongs."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, OTHER_USER, -1)
+    os.seteuid(OTHER_USER)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def with_flag(*names: str) -> list[str]:

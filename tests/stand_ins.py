@@ -57,7 +57,31 @@ class Short(gym.Env[Any, Any]):
         return self._obs(action[0]), self.np_random.normal(), end in (1, 3), end in (2, 3), {}
 
 
+class Drawn(gym.Env[Any, Any]):
+    """Begins anywhere, lasts five steps of 0.04 s, and its pictures show the step."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012
+    observation_space = Box(-1, 1, (2,), np.float32)
+    action_space = Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=kwargs.get("seed"))
+        self.step_number, self.obs = 0, self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return self.obs, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_number += 1
+        return self.obs, float(self.obs[0] + action[0]), self.step_number == 5, False, {}
+
+    def render(self) -> Any:
+        return np.full((6, 8, 3), self.step_number, np.uint8)
+
+
 gym.register("Short-v0", entry_point=Short)
+gym.register("Drawn-v0", Drawn)
 
 
 def write_run(folder: Path, curve: dict[int, list[float]]) -> None:

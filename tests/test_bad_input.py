@@ -1,6 +1,5 @@
 """Every bad input ends with 2, every failed run with 1: one or two lines that name the cure, nothing half-written."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from conftest import (
     PENDULUM,
     ROOT,
     arguments_of,
+    bound_by_permissions,
     command,
     contents,
     every_algorithm,
@@ -41,8 +41,6 @@ from conftest import (
 from common.command_line import command_line
 from common.provenance import versions
 from common.replay_buffer import ReplayBuffer
-
-OTHER_USER = 65534
 
 
 class Broken(gym.Env[Any, Any]):
@@ -287,21 +285,6 @@ def test_a_folder_in_use(run, tmp_path: Path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert_refused(result, 2, "another process is running")
-
-
-@contextlib.contextmanager
-def bound_by_permissions(folder: Path) -> Iterator[None]:
-    """Permissions do not bind root: another user, to whom the folder then belongs."""
-    if os.geteuid() != 0:
-        yield
-        return
-    for path in (folder, *folder.rglob("*")):
-        os.chown(path, OTHER_USER, -1)
-    os.seteuid(OTHER_USER)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def stopped_run(folder: Path) -> None:

@@ -412,9 +412,8 @@ def test_a_trained_base_policy_is_loaded_and_stays(base: str, small: Callable[..
         patch.setattr(Dataset, "obs_statistics", lambda _: (np.ones(3, np.float32), np.ones(3, np.float32)))
         module("dsrl").train(args)
     of_base, of_run = final_state(trained)["agent"], final_state(args.run_dir)["agent"]
-    name = {"bc": "actor", "dsrl": "base", "expo": "base_average"}.get(
-        algo, "flow"
-    )  # EXPO acts by the average of its weights
+    # EXPO acts by the average of its weights.
+    name = {"bc": "actor", "dsrl": "base", "expo": "base_average"}.get(algo, "flow")
     assert same(of_base[name], of_run["base"])
     assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
     assert algo == "bc" or not same(of_base["critic"], of_run["critic"])  # BC has none

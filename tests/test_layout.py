@@ -111,6 +111,17 @@ def missing_names(text: str) -> set[str]:
     return (paths - EXAMPLES) | {name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()}
 
 
+def test_a_test_file_needs_no_other_folders() -> None:
+    """It can run alone: it imports test files of its own folder only, and no environment that another one registers."""
+    files = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for path, text in files.items():
+        for name in re.findall(r"^from (test_\w+) import", text, re.MULTILINE):
+            assert path.with_name(f"{name}.py") in files, f"{path} imports {name}"
+        for env in re.findall(r'^gym\.register\("([\w-]+)"', text, re.MULTILINE):
+            users = [other for other, its in files.items() if f'"{env}"' in its]
+            assert users == [path], f"{env}: {users}"
+
+
 def test_every_path_and_module_that_is_named_exists() -> None:
     """In pages, commands, docstrings and messages."""
     pages = [ROOT / name for name in ("README.md", "Makefile", "pyproject.toml", ".ci/run", ".ci/untouched.py")]

@@ -15,10 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import bound_by_permissions
 from d4rl_file import make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_bad_input import bound_by_permissions
 
 from common.errors import InputError
 from offline import d4rl

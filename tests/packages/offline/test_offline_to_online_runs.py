@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import OFFLINE, PENDULUM, final_state, module, replay_bytes, same, stored, with_flag
+from conftest import OFFLINE, PENDULUM, bound_by_permissions, final_state, module, replay_bytes, same, stored, with_flag
 from d4rl_file import make
-from test_bad_input import bound_by_permissions
 
 from common.errors import InputError
 from common.replay_buffer import Batch

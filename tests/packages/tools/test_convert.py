@@ -16,10 +16,9 @@ import h5py
 import minari
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, bound_by_permissions
 from d4rl_file import make
 from pages import commands
-from test_bad_input import bound_by_permissions
 
 from common.command_line import command_line, parse
 from common.errors import InputError

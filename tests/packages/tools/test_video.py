@@ -14,35 +14,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import ROOT, Terminal, module
-from stand_ins import Film
+from stand_ins import Drawn, Film
 
 from common.errors import InputError, RunError
 from envs.make import make
 from tools import video
 from tools.video import Args, choose_renderer, lower_quality, seconds_per_step, watch
-
-
-class Drawn(gym.Env[Any, Any]):
-    """Begins anywhere, lasts five steps of 0.04 s, and its pictures show the step."""
-
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode = render_mode
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=kwargs.get("seed"))
-        self.step_number, self.obs = 0, self.np_random.uniform(-1, 1, 2).astype(np.float32)
-        return self.obs, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.step_number += 1
-        return self.obs, float(self.obs[0] + action[0]), self.step_number == 5, False, {}
-
-    def render(self) -> Any:
-        return np.full((6, 8, 3), self.step_number, np.uint8)
 
 
 class Undrawn(Drawn):
@@ -54,7 +31,6 @@ class Fast(Drawn):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 125}  # noqa: RUF012
 
 
-gym.register("Drawn-v0", Drawn)
 gym.register("Fast-v0", Fast, max_episode_steps=5)
 gym.register("Undrawn-v0", Undrawn)
 
