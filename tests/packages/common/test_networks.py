@@ -217,6 +217,22 @@ def test_onednn_computes_the_large_products_where_it_is_there(monkeypatch: pytes
     assert names.count(PRODUCT) == 4 + 6
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f fma", False),
+        ("vendor_id : GenuineIntel\nflags : avx2 fma", False),
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f fma", True),
+        ("vendor_id : AuthenticAMD\nflags : avx2 fma", False),
+        ("CPU implementer : 0x41\nFeatures : fp asimd", True),
+        ("", True),
+    ],
+)
+def test_the_processor_decides_which_library_multiplies(cpuinfo: str, expected: bool):
+    """OneDNN is the faster one on AMD's processors with AVX-512 only, and MKL has no code for other makers'."""
+    assert (onednn._fastest_product(cpuinfo) is not None) == (expected and onednn.AVAILABLE)
+
+
 def test_frozen_network_passes_its_gradient_on_and_gets_none():
     net, inputs = mlp([3, 8, 1], generator()), torch.ones(2, 3, requires_grad=True)
     with frozen(net):
