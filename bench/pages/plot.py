@@ -12,13 +12,11 @@ from typing import Annotated
 
 import tyro
 
-from bench.pages.runs_page import own_lines, read_runs, runs_page
-from bench.report.archive_run import KEPT_EVALUATIONS
+from bench.pages.runs_page import own_lines, own_runs, runs_page
 from bench.report.figures import panels_figure, png
 from common.command_line import command_line
 from common.errors import InputError
 from common.messages import print_result
-from common.run_folder import CONFIG, EVALUATIONS
 
 
 @dataclass(frozen=True)
@@ -35,29 +33,11 @@ class Args:
             raise InputError(f"--output is {self.output}: give a path that ends in .png")
 
 
-def run_folders(given: tuple[Path, ...]) -> list[Path]:
-    """Return every run folder at or below the paths, once. Raises InputError if one of them has none."""
-    found: dict[Path, None] = {}
-    for path in given:
-        below = sorted(
-            each.parent
-            for each in path.rglob(CONFIG)
-            if any((each.parent / name).exists() for name in (EVALUATIONS, KEPT_EVALUATIONS))
-        )
-        if not below:
-            why = "has no run with evaluations" if path.exists() else "matches no run"
-            raise InputError(f"{path} {why}: give run folders, or a folder that holds them")
-        found |= dict.fromkeys(below)
-    return list(found)
-
-
 def main(args: Args) -> None:
     """Write the picture and the page. Raises InputError if there is nothing to draw, or if a run is damaged."""
     if not args.runs:
         raise InputError('no run is given: make plot RUNS="runs/sac* runs/td3*"')
-    runs = read_runs(run_folders(args.runs))
-    if not runs:
-        raise InputError(f"{args.runs[0]} has no evaluation yet: wait for the first, or give other runs")
+    runs = own_runs(args.runs)
     lines = own_lines(runs)
     for task, of_task in lines.items():
         for line, seeds in of_task.items():

@@ -3,8 +3,9 @@
 import dataclasses
 import importlib
 import json
+import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,22 @@ class OwnRun:
         return mean_by_step(self.rows, lambda row: float(row["return"]))
 
 
-def own_runs(folder: Path) -> list[OwnRun]:
-    """Return the runs in the folders of `folder` that were evaluated. Raises InputError if there is none."""
-    found = sorted(folder.glob(f"*/{EVALUATIONS}"))
-    runs = read_runs([path.parent for path in found if (path.parent / CONFIG).exists()])
+def own_runs(given: Iterable[Path]) -> list[OwnRun]:
+    """Return every run at or below the paths that was evaluated, once.
+
+    Raises InputError if one of the paths has none, or if a run is damaged.
+    """
+    folders: dict[Path, None] = {}
+    for path in given:
+        found = {each.parent for name in (EVALUATIONS, KEPT_EVALUATIONS) for each in path.rglob(name)}
+        below = sorted(folder for folder in found if (folder / CONFIG).exists())
+        if not below:
+            why = "has no run with evaluations" if path.exists() else "matches no run"
+            raise InputError(f"{path} {why}: give run folders, or a folder that holds them")
+        folders |= dict.fromkeys(below)
+    runs = read_runs(list(folders))
     if not runs:
-        raise InputError(f"{folder} has no run with evaluations: give the folder that holds your run folders")
+        raise InputError(f"{next(iter(folders))} has no evaluation yet: wait for the first, or give other runs")
     return runs
 
 
@@ -141,10 +152,19 @@ def own_curves(runs: list[OwnRun]) -> Iterator[Image]:
 def own_table(runs: list[OwnRun]) -> Table:
     """Return a row for each run: folder, algorithm, task, seed, last step, and the returns of its last evaluation."""
     table = Table(("", "algorithm", "task", "seed", "step", "return: mean ± standard deviation (episodes)", "best", ""))
+    above = os.path.commonpath([run.folder.resolve().parent for run in runs])
     for run in runs:
         last = max(run.returns)
         episodes = [float(row["return"]) for row in run.rows if int(row["step"]) == last]
         what = run.algo.upper(), run.task, str(run.config["arguments"].get("seed")), f"{last:,}"
         state = "finished" if is_finished(run.folder) else "unfinished"
-        table.rows.append([run.folder.name, *what, spread(episodes), f"{max(run.returns.values()):,.1f}", state])
+        table.rows.append(
+            [
+                os.path.relpath(run.folder.resolve(), above),
+                *what,
+                spread(episodes),
+                f"{max(run.returns.values()):,.1f}",
+                state,
+            ]
+        )
     return table

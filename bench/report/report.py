@@ -62,7 +62,7 @@ class Args:
     check: bool = False
     """Compare the tables and links with results/ and the code, and write nothing."""
     runs: Path | None = None
-    """Folder with your own run folders. Write only report.html there, about these runs."""
+    """Folder with your own run folders at any depth. Write only report.html there, about these runs."""
 
 
 def speeds(peer: str) -> Iterator[tuple[dict[str, str], pd.Series, pd.Series]]:
@@ -304,7 +304,7 @@ def write(path: Path, text: str) -> None:
 
 def main(args: Args) -> None:
     if args.runs is not None:
-        runs = own_runs(args.runs)
+        runs = own_runs([args.runs])
         print_result(f"report: {len(runs)} runs in {args.runs}")
         write(args.runs / "report.html", runs_page(runs, args.runs.name))
         return

@@ -13,8 +13,8 @@ from conftest import ROOT
 from test_runs_page import add
 
 from bench.pages import plot
-from bench.pages.plot import Args, run_folders
-from bench.pages.runs_page import own_lines, read_runs
+from bench.pages.plot import Args
+from bench.pages.runs_page import own_lines, own_runs, read_runs
 from bench.report.figures import COLOURS, OTHERS, Line, colours_of, panels_figure
 from common.errors import InputError
 
@@ -73,7 +73,7 @@ def test_each_task_has_a_panel_and_an_algorithm_one_colour(runs: Path):
     """Four seeds are one line with a band, and fewer are one line each, to its own end."""
     add(runs / "td3__Hopper-v4__1", "td3", "Hopper-v4", 1, RETURNS)
     add(runs / "td3__Hopper-v4__2", "td3", "Hopper-v4", 2, RETURNS | {2000: (9.0,)})
-    lines = own_lines(read_runs(run_folders((runs,))))
+    lines = own_lines(own_runs((runs,)))
     figure = panels_figure(lines)
     hopper, walker = figure.axes
     assert [axes.get_title() for axes in figure.axes] == ["Hopper-v4", "Walker2d-v4"]
@@ -129,7 +129,7 @@ def test_new_algorithms_have_colours_without_an_edit():
 
 def test_runs_of_the_repository_can_be_drawn():
     """Their evaluations are compressed."""
-    (runs,) = own_lines(read_runs(run_folders((ROOT / "results" / "sac" / "Hopper-v4",)))).values()
+    (runs,) = own_lines(own_runs((ROOT / "results" / "sac" / "Hopper-v4",))).values()
     assert [len(seeds) for seeds in runs.values()] == [2]
 
 

@@ -32,17 +32,27 @@ def runs(tmp_path: Path) -> Path:
 
 def test_each_run_has_a_row(runs: Path):
     """Its last evaluation with the spread over its episodes, its best one, and whether it is finished."""
-    rows = [list(row) for row in own_table(own_runs(runs)).rows]
+    rows = [list(row) for row in own_table(own_runs([runs])).rows]
     assert rows == [
         ["sac__Hopper-v4__1", "SAC", "Hopper-v4", "1", "2,000", "20.0 ± 14.1 (2)", "60.0", "finished"],
         ["td3__Hopper-v4__2", "TD3", "Hopper-v4", "2", "1,000", "7.0 ± 0.0 (2)", "7.0", "unfinished"],
     ]
 
 
+def test_the_runs_of_a_sweep_are_found_at_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their rows are named by their folders below the common one, also if paths are relative and absolute."""
+    for name, seed in (("a", 1), ("a", 2), ("b", 1)):
+        add(tmp_path / "sweep" / name / "Hopper-v4" / str(seed), "sac", "Hopper-v4", seed, {0: (1.0,)})
+    monkeypatch.chdir(tmp_path)
+    for given in ([Path("sweep")], [Path("sweep/a"), tmp_path / "sweep" / "b"]):
+        rows = own_table(own_runs(given)).rows
+        assert [row[0] for row in rows] == ["a/Hopper-v4/1", "a/Hopper-v4/2", "b/Hopper-v4/1"]
+
+
 def test_the_page_contains_figures_and_needs_nothing_else(runs: Path, capsys: pytest.CaptureFixture[str]):
     report.main(report.Args(runs=runs))
     made = (runs / "report.html").read_text()
-    assert made == runs_page(own_runs(runs), runs.name)
+    assert made == runs_page(own_runs([runs]), runs.name)
     assert made.count("<img") == 1
     assert "SAC ends at 20 after 2,000; TD3 ends at 7 after 1,000" in made
     assert not re.search(r"""(src|href)=["'](?!data:)""", made)
@@ -51,7 +61,7 @@ def test_the_page_contains_figures_and_needs_nothing_else(runs: Path, capsys: py
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="has no run with evaluations"):
-        own_runs(tmp_path)
+        own_runs([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -73,6 +83,6 @@ def test_runs_of_different_data_share_no_curve(
         add(tmp_path / str(seed), "iql", "", seed, {0: (1.0,)})
         config = {"algo": "iql", "arguments": {"env": "", "seed": seed} | arguments}
         (tmp_path / str(seed) / "config.json").write_text(json.dumps(config))
-    found = own_lines(own_runs(tmp_path))
+    found = own_lines(own_runs([tmp_path]))
     assert list(found) == tasks
     assert [line.name for of_task in found.values() for line in of_task] == lines
