@@ -138,8 +138,8 @@ def wsrl_table(suite: str = "wsrl") -> Table:
     return comparison_table(suite, columns)
 
 
-def expo_table(of: Callable[[str], Curves] = scores) -> Table:
-    """Return the scores, or success rates, of EXPO, its ablations and RLPD.
+def switch_table(suite: str, of: Callable[[str], Curves] = scores) -> Table:
+    """Return the scores, or success rates, of the suite's variants from the switch on.
 
     Columns are at the switch, halfway and at the end of the shortest run, and the mean of all evaluations.
     """
@@ -149,7 +149,7 @@ def expo_table(of: Callable[[str], Curves] = scores) -> Table:
         "at the end": at,
         "mean of all evaluations": mean_online,
     }
-    return comparison_table("expo", columns, of)
+    return comparison_table(suite, columns, of)
 
 
 def of_shared_seeds(ours: dict[str, Curve], theirs: dict[str, Curve]) -> tuple[list[list[Curve]], int]:

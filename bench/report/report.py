@@ -31,11 +31,11 @@ from bench.report.offline_report import (
     ALGORITHMS,
     d3rlpy_table,
     expo_differences,
-    expo_table,
     offline_table,
     ogbench_table,
     online_table,
     rlpd_table,
+    switch_table,
     wsrl_table,
 )
 from bench.report.page import whole_page
@@ -266,11 +266,12 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "docs/wsrl.md": {"wsrl": wsrl_table},
     "docs/notes/wsrl.md": {"wsrl longer": partial(wsrl_table, "wsrl-longer")},
     "docs/expo.md": {
-        "expo": expo_table,
+        "expo": partial(switch_table, "expo"),
         "expo differences": expo_differences,
     },
+    "docs/dsrl.md": {"steering": partial(switch_table, "steering")},
     "docs/notes/expo.md": {
-        "expo successes": partial(expo_table, successes),
+        "expo successes": partial(switch_table, "expo", successes),
         "expo differences of successes": partial(expo_differences, successes),
     },
 }

@@ -244,18 +244,18 @@ class TestFromDatasets:
         """At the switch, half way and at the end of the shortest run; of a task without an end the share of its steps
         that is solved; then by seed how far above the others.
         """
-        assert "not run" in offline_report.expo_table().markdown()
+        assert "not run" in offline_report.switch_table("expo").markdown()
         assert "not run" in offline_report.expo_differences().markdown()
         results("expo", "rlpd", "a", 1, s0=1.0, s5=10.0, s10=30.0)
         results("expo", "expo", "a", 1, s0=0.0, s4=20.0, s6=40.0, s10=60.0, s20=99.0)  # none at 5
-        assert offline_report.expo_table().markdown().splitlines()[2:] == [
+        assert offline_report.switch_table("expo").markdown().splitlines()[2:] == [
             "| a, 10 steps | EXPO | 0.0 (1) | 20.0 (1) | 60.0 (1) | 40.0 (1) | |",
             "| a, 10 steps | RLPD | 1.0 (1) | 10.0 (1) | 30.0 (1) | 20.0 (1) | |",
         ]
         assert offline_report.expo_differences().markdown().splitlines()[2:] == [
             "| a, 10 steps | RLPD | 1 | 30.0 | 20.0 |"
         ]
-        assert "not run" in offline_report.expo_table(curves.successes).markdown()  # Hopper has none
+        assert "not run" in offline_report.switch_table("expo", curves.successes).markdown()  # Hopper has none
         assert "not run" in offline_report.expo_differences(curves.successes).markdown()
         results("expo", "base", "a", 2, s0=0.0, s10=10.0)  # has no run of EXPO's with its seed
         assert "base" not in offline_report.expo_differences().markdown()
@@ -275,7 +275,7 @@ class TestFromDatasets:
         """Two an evaluation, of scores 10 above and below; above 50 is success, whatever the score."""
         results("expo", "expo", "maze", 1, env="unheard-of-v0", s0=0.0, s5=55.0, s10=70.0)
         results("expo", "rlpd", "maze", 1, env="unheard-of-v0", s0=99.0, s5=0.0, s10=50.0)
-        assert offline_report.expo_table(curves.successes).markdown().splitlines()[2:] == [
+        assert offline_report.switch_table("expo", curves.successes).markdown().splitlines()[2:] == [
             "| maze, 10 steps | EXPO | 0.0 (1) | 50.0 (1) | 100.0 (1) | 75.0 (1) | |",
             "| maze, 10 steps | RLPD | 100.0 (1) | 0.0 (1) | 50.0 (1) | 25.0 (1) | |",
         ]
