@@ -1,10 +1,10 @@
 """A network on the CPU, with the fastest matrix products and its whole backward pass in one node of autograd.
 
 PyTorch multiplies float32 matrices with MKL, which leaves AVX-512 unused on AMD processors. oneDNN, which comes with
-PyTorch for compiled inference, is twice as fast there. On AMD processors without AVX-512, MKL takes less time for every
-product. On Intel's, MKL takes half of oneDNN's time for the product of a transposed matrix, as in every weight
-gradient. Its other products take no longer. One node of autograd instead of two for every layer saves a tenth of such a
-small network's update.
+PyTorch for compiled inference, is twice as fast there. On AMD processors without AVX-512, updates with MKL are a tenth
+faster. On Intel's, MKL takes half of oneDNN's time for the product of a transposed matrix, as in every weight gradient.
+Its other products take no longer. One node of autograd instead of two for every layer saves a tenth of such a small
+network's update.
 """
 
 import ctypes
