@@ -150,7 +150,10 @@ def own_curves(runs: list[OwnRun]) -> Iterator[Image]:
 
 
 def own_table(runs: list[OwnRun]) -> Table:
-    """Return a row for each run: folder, algorithm, task, seed, last step, and the returns of its last evaluation."""
+    """Return a row for each run: folder, algorithm, task, seed, last step, and the returns of its last evaluation.
+
+    A folder is relative to the deepest one that all runs share.
+    """
     table = Table(("", "algorithm", "task", "seed", "step", "return: mean ± standard deviation (episodes)", "best", ""))
     above = os.path.commonpath([run.folder.resolve().parent for run in runs])
     for run in runs:
@@ -158,13 +161,6 @@ def own_table(runs: list[OwnRun]) -> Table:
         episodes = [float(row["return"]) for row in run.rows if int(row["step"]) == last]
         what = run.algo.upper(), run.task, str(run.config["arguments"].get("seed")), f"{last:,}"
         state = "finished" if is_finished(run.folder) else "unfinished"
-        table.rows.append(
-            [
-                os.path.relpath(run.folder.resolve(), above),
-                *what,
-                spread(episodes),
-                f"{max(run.returns.values()):,.1f}",
-                state,
-            ]
-        )
+        name, best = os.path.relpath(run.folder.resolve(), above), f"{max(run.returns.values()):,.1f}"
+        table.rows.append([name, *what, spread(episodes), best, state])
     return table

@@ -229,7 +229,7 @@ def test_onednn_computes_the_large_products_where_it_is_there(monkeypatch: pytes
     ],
 )
 def test_the_processor_decides_which_library_multiplies(cpuinfo: str, expected: bool):
-    """OneDNN is the faster one on AMD's processors with AVX-512 only, and MKL has no code for other makers'."""
+    """MKL does on Intel's, and on AMD's without AVX-512. Others have no MKL, so oneDNN does."""
     assert (onednn._fastest_product(cpuinfo) is not None) == (expected and onednn.AVAILABLE)
 
 
