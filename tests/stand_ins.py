@@ -13,7 +13,7 @@ RUN = """
 [[runs]]
 algo = "sac"
 envs = "Pendulum-v1"
-flags = "--total-steps {steps} --learning-starts 50 --eval-every 500 --eval-episodes 2 --hidden 8 8 --batch-size 16 --checkpoint-every 100"
+flags = "--total-steps {steps} --learning-starts 50 --eval-every 500 --eval-episodes 1 --hidden 8 8 --batch-size 16 --checkpoint-every 100"
 seeds = {seeds}
 """  # noqa: E501
 

@@ -23,7 +23,6 @@ from conftest import (
     agent_of,
     arguments_of,
     command,
-    every_algorithm,
     final_state,
     flags,
     killed_at,
@@ -213,7 +212,7 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
 
 
-@every_algorithm
+@pytest.mark.parametrize("algo", some("sac", "ppo", "iql"))
 def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.CaptureFixture[str]):
     """The last evaluation, that of the run which made it; and it says why nothing was trained."""
     first = module(algo).train(small(algo))
@@ -229,7 +228,7 @@ def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.Capt
     assert (small(algo).run_dir / "evaluations.csv").read_bytes() == before
 
 
-@every_algorithm
+@pytest.mark.parametrize("algo", some("sac", "ppo", "cql", "wsrl", "expo"))
 def test_a_finished_run_continues_with_more_steps(algo: str, tmp_path: Path):
     """As if it had been given all of them at once; three environments end after the last of their first steps."""
     name = "online_steps" if algo in OFFLINE else "total_steps"

@@ -69,12 +69,12 @@ def online_table() -> Table:
     return table
 
 
-def ogbench_table() -> Table:
-    """Return the success rates in % of every algorithm on every task of OGBench, by updates on the dataset."""
-    found, updates = by_updates("ogbench"), range(20_000, 100_001, 20_000)
+def updates_table(suite: str) -> Table:
+    """Return the scores, or success rates in %, of the suite's variants on every dataset, by updates on it."""
+    found, updates = by_updates(suite), range(20_000, 100_001, 20_000)
     table = Table(["", "", *(f"{each:,}" for each in updates)])
     for task in sorted({task for _, task in found}):
-        for algo, name in labels("ogbench").items():
+        for algo, name in labels(suite).items():
             if curves := found.get((algo, task)):
                 rates = ([curve[each] for curve in curves.values() if each in curve] for each in updates)
                 table.rows.append([task, name, *map(spread, rates)])

@@ -32,10 +32,10 @@ from bench.report.offline_report import (
     d3rlpy_table,
     expo_differences,
     offline_table,
-    ogbench_table,
     online_table,
     rlpd_table,
     switch_table,
+    updates_table,
     wsrl_table,
 )
 from bench.report.page import whole_page
@@ -250,7 +250,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "sac and dsac-t": partial(settings_table, "sac", "dsac_t", "DSAC-T", (100_000, 300_000), default_label="SAC")
     },
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
-    "docs/ogbench.md": {"ogbench": ogbench_table},
+    "docs/ogbench.md": {"ogbench": partial(updates_table, "ogbench")},
     "docs/ppo.md": {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },

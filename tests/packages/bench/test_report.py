@@ -192,7 +192,7 @@ class TestFromDatasets:
         results("ogbench", "fql", "task", 1, m80000=10.0, m60000=20.0, m40000=30.0, m20000=40.0, s0=50.0)
         results("ogbench", "fql", "task", 2, m80000=20.0)
         results("ogbench", "bc", "task", 1, s0=5.0)
-        bc, fql = offline_report.ogbench_table().rows
+        bc, fql = offline_report.updates_table("ogbench").rows
         assert bc == ["task", "BC", *4 * ["not run"], "5.0 (1)"]
         assert fql == ["task", "FQL", "15.0 ± 7.1 (2)", "20.0 (1)", "30.0 (1)", "40.0 (1)", "50.0 (1)"]
 

@@ -301,6 +301,14 @@ def test_nothing_is_left_after_an_exception() -> None:
     assert not error.value.args[0].exists()
 
 
+def cmdline(process: psutil.Process) -> list[str]:
+    """Its command line; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
     ours = [sys.executable, "-c", TICK.replace("sys.argv[1]", "'0.01'")]
@@ -309,7 +317,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
     program = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parent, members = psutil.Process(program.pid), list[psutil.Process]()
     deadline = time.monotonic() + 30
-    while not any("time.sleep" in " ".join(member.cmdline()) for member in members):
+    while not any("time.sleep" in " ".join(cmdline(member)) for member in members):
         assert time.monotonic() < deadline
         time.sleep(0.05)
         members = parent.children(recursive=True)
