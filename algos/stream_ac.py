@@ -39,6 +39,7 @@ from envs.rollout import Rollout
 
 @dataclass
 class Args(OnlineArgs):
+    extendable: ClassVar[tuple[str, ...]] = ("total_steps",)
     worth_compiling: ClassVar[int] = 20_000  # an update at every step
 
     # Networks

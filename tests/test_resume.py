@@ -228,7 +228,7 @@ def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.Capt
     assert (small(algo).run_dir / "evaluations.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize("algo", some("sac", "ppo", "cql", "wsrl", "expo"))
+@pytest.mark.parametrize("algo", some("sac", "ppo", "cql", "wsrl", "expo", "stream_ac"))
 def test_a_finished_run_continues_with_more_steps(algo: str, tmp_path: Path):
     """As if it had been given all of them at once; three environments end after the last of their first steps."""
     name = "online_steps" if algo in OFFLINE else "total_steps"
@@ -237,6 +237,7 @@ def test_a_finished_run_continues_with_more_steps(algo: str, tmp_path: Path):
         arguments |= {"offline_steps": 50, "retain": "append", "warmup_steps": 35, "buffer_size": 10_000}  # it grows
     if name not in module(algo).Args.extendable:
         arguments = {"num_envs": 1}
+    arguments = {key: value for key, value in arguments.items() if hasattr(module(algo).Args, key)}
     first, whole = (
         module(algo).Args(**arguments_of(algo, arguments | {name: steps, "run_dir": tmp_path / folder}))
         for steps, folder in ((100, "run"), (200, "whole"))
