@@ -1,6 +1,6 @@
 """Inject faults into runs, and check that each ends in exact continuation or in a message of two lines at most.
 
-    make faults                                           # all classes and algorithms, which takes an hour of a core
+    make faults                                           # all classes and algorithms
     make faults ARGS="--seed 2 --cases 50"                # other faults, 50 of each class
     make faults ARGS="--only kills sac --cases 10"
     make faults ARGS="--seed 2 --case files/iql/17"       # one case again, as a failure prints it

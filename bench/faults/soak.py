@@ -257,7 +257,8 @@ def suite(length: float) -> str:
 def with_table(text: str, parts: list[dict[str, Any]]) -> str:
     """Return the page with a new table of all soaks between its markers."""
     before, rest = text.split(START)
-    table = Table(("command", "rounds", "runs compared", *(s.name for s in SIGNALS), "processes measured", *KINDS))
+    heads = "command", "equal pairs", "runs compared", *(s.name for s in SIGNALS), "processes measured", *KINDS
+    table = Table(heads)
     for name in commands(1.0):
         known = sum((Counts(**part[name]) for part in parts), Counts())
         growth = [f"{known.growth[kind]:.3f}" if kind in known.growth else "" for kind in KINDS]
