@@ -64,6 +64,13 @@ def test_no_help_has_a_forbidden_word(program: str):
     assert [match[0] for match in FORBIDDEN.finditer(text)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_end_at_100_columns(page: Path):
+    """Except in tables, code and what a program writes."""
+    text = re.sub(r"<!-- .*?<!-- end .*?-->", "", CODE.sub("", page.read_text()), flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 100 and line[:1] != "|" and line[:4] != "    "] == []
+
+
 def test_few_sentences_are_long():
     """The others have at most 25 words."""
     found = [sentence for page in PAGES for sentence in sentences(page.read_text())]
