@@ -11,7 +11,7 @@ from conftest import COMMON
 from formulas import Array, make_batch
 from test_resume import assert_kills_change_nothing
 
-from algos.stream_ac import STREAMAC, Args, Network
+from algos.stream_ac import STREAMAC, Args, Network, train
 from common.normalize import RewardScaler
 from common.replay_buffer import Batch
 from common.seeding import generator
@@ -189,3 +189,9 @@ def test_kills_change_nothing_in_the_middle_of_an_episode(tmp_path: Path):
     """Traces, statistics and sums of rewards are in the checkpoint. Two environments."""
     changed = {"num_envs": 2, "env": "Hopper-v4", "checkpoint_every": 20}
     assert_kills_change_nothing("stream_ac", changed, [("step", 130), ("fsync", 3), ("any", 3)], tmp_path)
+
+
+def test_a_finished_run_is_extended(tmp_path: Path) -> None:
+    """No schedule depends on the number of steps."""
+    for steps in (100, 150):
+        assert train(Args(**SMALL | {"total_steps": steps, "run_dir": tmp_path / "run"})).step == steps
