@@ -270,6 +270,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "expo differences": expo_differences,
     },
     "docs/dsrl.md": {"steering": partial(switch_table, "steering")},
+    "docs/pa_rl.md": {"steering": partial(switch_table, "steering")},
     "docs/notes/expo.md": {
         "expo successes": partial(switch_table, "expo", successes),
         "expo differences of successes": partial(expo_differences, successes),
