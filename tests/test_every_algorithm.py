@@ -62,7 +62,10 @@ def test_terminations_alone_cut_the_bootstrap_of_what_is_stored(small: Callable[
     assert stored(args.run_dir).terminations.tolist() == [0, 0, 0, 1, 0, 1] * 2
 
 
-@pytest.mark.parametrize(("algo", "num_envs"), [(EXAMPLE, 1), *((algo, 3) for algo in some("sac", "td3", "wsrl"))])
+@pytest.mark.parametrize(
+    ("algo", "num_envs"),
+    [(EXAMPLE, 1), *((algo, 3) for algo in some("sac", "td3", "wsrl") if algo in with_flag("buffer_size"))],
+)
 def test_overlap_chooses_actions_before_the_last_updates(
     algo: str, num_envs: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

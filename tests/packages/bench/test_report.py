@@ -187,7 +187,7 @@ class TestFromDatasets:
         assert late[column["d3rlpy-iql"]] == "30.0 (1)"
         assert (early[column["d3rlpy-iql"]], late[column["bc"]]) == ("not run", "not run")
 
-    def test_ogbench_by_updates(self, results: Callable[..., None]):
+    def test_a_suite_by_updates(self, results: Callable[..., None]):
         """In the suite's order; an evaluation that only some seeds reached has their number."""
         results("ogbench", "fql", "task", 1, m80000=10.0, m60000=20.0, m40000=30.0, m20000=40.0, s0=50.0)
         results("ogbench", "fql", "task", 2, m80000=20.0)
@@ -195,6 +195,9 @@ class TestFromDatasets:
         bc, fql = offline_report.updates_table("ogbench").rows
         assert bc == ["task", "BC", *4 * ["not run"], "5.0 (1)"]
         assert fql == ["task", "FQL", "15.0 ± 7.1 (2)", "20.0 (1)", "30.0 (1)", "40.0 (1)", "50.0 (1)"]
+        results("weighting", "iql-return", "mixture", 1, m80000=1.0, s0=2.0)
+        (weighted,) = offline_report.updates_table("weighting").rows
+        assert weighted == ["mixture", "IQL, by return", "1.0 (1)", *3 * ["not run"], "2.0 (1)"]
 
     def test_both_are_compared_on_what_both_ran(self, results: Callable[..., None]):
         for seed, score in ((1, 40.0), (2, 50.0), (3, 90.0)):
