@@ -58,7 +58,7 @@ plot: setup ## draw learning curves of your own runs, as PNG and HTML (RUNS="run
 site: setup $(VENV)-site/installed ## build the documentation as a web site in site/, with all links checked
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)-site/bin/mkdocs build --strict --quiet
 
-speed: setup $(if $(filter wsrl expo,$(ARGS)),,$(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed) ## compare steps/s with Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql", DEVICE=cuda)
+speed: setup $(if $(filter wsrl expo fql fql-small after-sac stream_ac,$(ARGS)),,$(VENV)-$(if $(filter iql cql,$(ARGS)),d3rlpy,peers)/installed) ## compare steps/s with Stable-Baselines3 and SBX, or d3rlpy (ARGS="--algo iql", DEVICE=cuda)
 	$(BIN)/python bench/speed/speed.py $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 d3rlpy: setup $(VENV)-d3rlpy/installed ## train d3rlpy's IQL or CQL with onramp's evaluation (see bench/checks/d3rlpy_run.py)

@@ -68,7 +68,6 @@ class Algorithm:
     peers: tuple[str, ...] = ("sb3", "sbx")
     arguments: dict[str, Any] = field(default_factory=dict)  # of the libraries' class
     dataset: bool = False  # whether it needs one
-    flags: bool = True  # whether our program takes the flags of a run; otherwise the environment alone
     loop: str = ""  # our own plain loop, for the peer "loop"
     others: dict[str, str] = field(default_factory=dict)  # programs of ours to compare with, by name
 
@@ -169,12 +168,12 @@ ALGORITHMS = {
         dataset=True,
         loop="bench/speed/fql_loop.py 256 256 256",
     ),
-    "expo": Algorithm(  # its base samples alone, against drawing them one by one
-        ours="bench/speed/expo_sampling.py recorded",
-        warm_steps=WARM_UPDATES,
+    "expo": Algorithm(  # its online phase at --size small, against a loop over separate critics
+        ours=f"algos/expo.py --size small --retain none --offline-steps 0 --online-steps {FOREVER} --random-steps 1024",
+        warm_steps=1024 + WARM_UPDATES,
         peers=("loop",),
-        flags=False,
-        loop="bench/speed/expo_sampling.py loop",
+        dataset=True,
+        loop="bench/speed/expo_loop.py",
     ),
 }
 
@@ -186,8 +185,8 @@ class Args:
     algo: Literal["sac", "after-sac", "stream_ac", "td3", "ppo", "iql", "cql", "wsrl", "fql", "fql-small", "expo"] = (
         "sac"
     )
-    """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy. wsrl (online), fql (on a dataset,
-    512 × 4 or small 256 × 3) and expo (base samples) are compared with a plain loop."""
+    """Algorithm to measure. iql and cql run on a dataset, compared with d3rlpy. wsrl and expo (online), and fql (on a
+    dataset, 512 × 4 or small 256 × 3) are compared with a plain loop."""
     env: str = "HalfCheetah-v4"
     """Any environment that Gymnasium itself registers, or the dataset's."""
     num_envs: int = 1
@@ -252,15 +251,12 @@ def commands(args: Args, folder: Path) -> dict[str, list[str]]:
     data = str((args.dataset or folder / "data.hdf5").resolve())
     env_id = args.env if algorithm.offline else counted(args.env)
     ours = shlex.split(args.ours) if args.ours else [sys.executable, *shlex.split(algorithm.ours)]
-    if algorithm.flags:
-        ours += ["--env", env_id, *(["--dataset", data] if algorithm.dataset else ["--total-steps", str(FOREVER)])]
-        ours += ["--offline-steps", str(FOREVER)] if algorithm.offline else []
-        ours += ["--eval-every", str(FOREVER), "--run-dir", str(folder / "run"), "--seed", "0"]
-        ours += ["--num-envs", str(args.num_envs), "--device", args.device]
-    else:
-        ours.append(env_id)
+    ours += ["--env", env_id, *(["--dataset", data] if algorithm.dataset else ["--total-steps", str(FOREVER)])]
+    ours += ["--offline-steps", str(FOREVER)] if algorithm.offline else []
+    ours += ["--eval-every", str(FOREVER), "--run-dir", str(folder / "run"), "--seed", "0"]
+    ours += ["--num-envs", str(args.num_envs), "--device", args.device]
     lines = {"ours": ours}
-    for name, flags in VARIANTS[args.device].items() if algorithm.flags else ():
+    for name, flags in VARIANTS[args.device].items():
         if args.device == "cuda" or name in args.variants:
             lines[name] = [*ours, *flags]
             lines[name][ours.index("--run-dir") + 1] = str(run_of(name, folder))
@@ -330,8 +326,6 @@ def main(args: Args) -> None:
     Raise ContenderError if the peers' Python is missing or a contender fails.
     """
     algorithm = ALGORITHMS[args.algo]
-    if args.device == "cuda" and not algorithm.flags:
-        raise ContenderError(f"the measured part of {args.algo} runs on the CPU: leave out --device cuda")
     if peers(args) and not python_of_peers(args).exists():
         cure = f"make {VENVS[algorithm.peers[0]]}/installed, or give --peers without a value"
         raise ContenderError(f"{python_of_peers(args)} is missing: {cure}")
@@ -347,7 +341,7 @@ def main(args: Args) -> None:
             warm = WARM_UPDATES if name == "floor" else algorithm.warm_steps
             contender = Contender(name, command, environment(args.device), folder, warm)
             of_ours = name in ("ours", *VARIANTS[args.device], *algorithm.others)
-            if of_ours and algorithm.flags and not algorithm.offline:
+            if of_ours and not algorithm.offline:
                 # A run evaluates in counted environments before it learns, so its steps do not show that it is warm.
                 contender.learns = partial(has_losses, run_of(name, folder) / "metrics.csv")
             contenders.append(contender)
@@ -356,8 +350,6 @@ def main(args: Args) -> None:
             print(f"threads of {name}: {contender.threads()}", flush=True)
         if (config := run_of("ours", folder) / "config.json").exists():
             facts["form"] = json.loads(config.read_text())["form"]
-        elif "recorded" in algorithm.ours:  # a part of an update, without a run
-            facts["form"] = "recorded"
         metrics = run_of("ours", folder) / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
         slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)

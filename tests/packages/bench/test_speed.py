@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +25,9 @@ from conftest import PENDULUM, ROOT, flags, module
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from algos import fql
-from bench.speed import expo_sampling, step_time
+from algos import expo, fql
+from bench.speed import step_time
+from bench.speed.expo_loop import Loop as EXPOLoop
 from bench.speed.fql_loop import Loop as FQLLoop
 from bench.speed.interleaved_timing import (
     Contender,
@@ -37,7 +40,7 @@ from bench.speed.interleaved_timing import (
     write_rounds,
 )
 from bench.speed.matmul_floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
-from bench.speed.speed import ALGORITHMS, Args, commands, environment, has_losses, main, update_times
+from bench.speed.speed import ALGORITHMS, Args, commands, environment, has_losses, make_file, update_times
 from bench.speed.step_counter import COUNTER_FILE, counted, read_steps
 from bench.speed.wsrl_loop import Loop
 from bench.sweep import packing
@@ -201,11 +204,6 @@ def test_packing_runs_as_many_as_asked_and_one_alone(on: Any, tmp_path: Path, mo
     steps = {row["contender"]: {r["steps"] for r in rows if r["contender"] == row["contender"]} for row in rows}
     assert steps == {"ours": {"1200"}, alone.name.removesuffix("-0"): {"100"}}
     assert len(rows) == 6
-
-
-def test_what_is_drawn_on_the_cpu_is_not_measured_as_a_gpus() -> None:
-    with pytest.raises(ContenderError, match="leave out --device cuda"):
-        main(Args(algo="expo", device="cuda"))
 
 
 def test_packages_that_lie_elsewhere_are_found_by_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,30 +513,41 @@ def test_fqls_loop_gets_our_dataset_and_computes_our_losses(algo: str, hidden: l
         torch.testing.assert_close(loss(batch)[0], by_loop)
 
 
-def test_expos_samples_drawn_one_by_one_are_those_of_the_batch() -> None:
-    """The network row by row is ours; what is drawn has the same distribution, by the largest distance of the two
-    distribution functions (Kolmogorov and Smirnov's), in every dimension."""
-    lines = commands(Args(algo="expo"), Path())
+def test_expos_loop_gets_our_environment_and_computes_our_losses(tmp_path: Path) -> None:
+    """With the same weights and noise, with the preset and the size that our program gets."""
+    lines = commands(Args(algo="expo"), tmp_path)
     assert list(lines) == ["ours", "loop"]
-    assert all(line[1:] == ["bench/speed/expo_sampling.py", how, counted("HalfCheetah-v4")]
-               for line, how in zip(lines.values(), ("recorded", "loop"), strict=True))  # fmt: skip
+    assert all(counted("HalfCheetah-v4") in line for line in lines.values())
+    make_file(tmp_path / "data.hdf5", 2_000)
+    presets = {domain: preset | expo.SIZES["small"] for domain, preset in expo.PRESETS.items()}
+    args = with_presets(parse(expo.Args, lines["ours"][2:]), presets)
+    assert (args.utd, args.batch_size, args.critics, args.edits) == (4, 256, 10, args.base_samples)
+    agent, loop, n = expo.EXPO(args, 17, 6, torch.device("cpu")), EXPOLoop(17, 6), args.batch_size
     torch.manual_seed(0)
-    agent, obs = expo_sampling.make_agent(17, 6), torch.randn(1, 17)
-    with torch.no_grad():  # so that the noise that it sees depends on everything
-        for parameter in agent.base.parameters():
-            parameter.add_(0.03 * torch.randn_like(parameter))
-    noisy = torch.randn(50, 6)
-    row_by_row = expo_sampling.noise_in(
-        dict(agent.base.named_parameters()), len(agent.base.blocks), obs.expand(50, -1), noisy, 3
-    )
-    torch.testing.assert_close(row_by_row, agent.base(obs.expand(50, -1), noisy, torch.tensor(3.0)).detach())
-    n = 8_000
-    drawn = [draw(agent, obs.expand(n // 4, -1)).view(n, 6) for draw in (expo_sampling.loop, expo_sampling.batch)]
-    for one, other in zip(*(d.unbind(1) for d in drawn), strict=True):
-        places = torch.cat([one, other]).unique()
-        below = [torch.searchsorted(d.sort().values, places, right=True) / n for d in (one, other)]
-        assert (below[0] - below[1]).abs().max() < 1.95 * (2 / n) ** 0.5  # one time in a thousand it is more
-        assert one.unique().numel() > n / 20  # not all at a bound
+    networks = (agent.base, agent.edit, agent.critic, agent.target_critic)
+    for parameter in itertools.chain(*(net.parameters() for net in networks)):
+        parameter.data += 0.03 * torch.randn_like(parameter)  # so that biases and norms count
+    loop.base.load_state_dict(agent.base.state_dict())
+    loop.edit.load_state_dict(agent.edit.net.state_dict())
+    for ours, theirs in ((agent.critic, loop.critics), (agent.target_critic, loop.targets)):
+        for i, net in enumerate(theirs):
+            net.load_state_dict({name: value[i] for name, value in ours.net.state_dict().items()})
+    batch = Batch(torch.randn(n, 17), torch.rand(n, 6) - 0.5, torch.randn(n), torch.randn(n, 17), torch.zeros(n))
+    draw = agent.generator.manual_seed(0)
+    torch.manual_seed(0)
+    candidates = agent.candidates(agent.base, batch.next_obs, draw)
+    torch.testing.assert_close(loop.candidates(loop.base, batch.next_obs), candidates, atol=1e-4, rtol=1e-4)
+    state = draw.get_state()
+    chooser, judge = ([loop.targets[i] for i in agent.subset(draw)] for _ in range(2))
+    chosen = loop.choose(batch.next_obs, candidates, chooser)
+    noise = torch.randn(n, 6, generator=draw.set_state(state))
+    t = torch.randint(10, (n,), generator=draw)
+    expected = loop.critic_loss(batch, chosen, judge), loop.base_loss(batch, noise, t), *loop.edit_loss(batch, noise)
+    found = []
+    for loss in (partial(agent.critic_loss, candidates=candidates), agent.base_loss, agent.edit_loss):
+        draw.set_state(state)
+        found += loss(batch)[:-1]
+    torch.testing.assert_close(found, [*expected], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("algo", ["iql", "cql"])
