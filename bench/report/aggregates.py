@@ -115,12 +115,12 @@ def interquartile(seeds: dict[str, Curve], step: int) -> str:
     return estimate(interquartile_mean, [values]).text() if len(values) >= MIN_SEEDS_FOR_CI else ""
 
 
-def learning_table() -> Table:
-    """Return the table of our and the published returns at equal steps."""
+def learning_table(only: str = "") -> Table:
+    """Return the table of our and the published returns at equal steps, of all algorithms or one."""
     table = Table(("", "steps", "onramp", "interquartile mean", "published"))
     theirs = published()
     for (algo, env), seeds in online().items():
-        for step in STEPS:
+        for step in STEPS if only in ("", algo) else ():
             known = spread_at(theirs[algo, env], step) if theirs[algo, env] else ""
             row = spread_at(seeds, step), interquartile(seeds, step), known
             table.rows.append([f"{display_name(algo)}, {env}", f"{step:,}", *row])

@@ -207,11 +207,11 @@ def products_table() -> Table:
 
     The last column is bfloat16 minus float32, with Welch's 95 % interval.
     """
-    table, curves = Table(("", "float32", "bfloat16", "difference")), online("ablations")
-    for algo, env in sorted(
-        (name.removesuffix("-bfloat16"), env) for name, env in curves if name.endswith("-bfloat16")
-    ):
-        forms = [curves[f"{algo}-{form}", env] for form in ("recorded", "bfloat16")]
+    table, kept = Table(("", "float32", "bfloat16", "difference")), online()
+    rounded = {key: seeds for key, seeds in online("ablations").items() if key[0].endswith("-bfloat16")}
+    for (name, env), seeds in sorted(rounded.items()):
+        algo = name.removesuffix("-bfloat16")
+        forms = [{seed: kept[algo, env][seed] for seed in seeds}, seeds]
         last = min(max(curve) for runs in forms for curve in runs.values())
         means = [[statistics.mean(m for at, m in c.items() if at <= last) for c in runs.values()] for runs in forms]
         welch = stats.ttest_ind(means[1], means[0], equal_var=False).confidence_interval(0.95)
@@ -228,6 +228,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "algorithms": algorithms_table,
     },
     "docs/results.md": {"learning": learning_table},
+    "docs/sac.md": {"learning": partial(learning_table, "sac")},
     "docs/cpu.md": {"products": products_table},
     "docs/policies.md": {"policies": policies_table},
     "docs/speed.md": {
