@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
-from common.diffusion import DDIM, Denoiser, Flow, Velocity
+from common.diffusion import BASES, DDIM, Denoiser, Flow, Velocity
 from common.errors import InputError
 from common.evaluate import Act
 from common.networks import Critic, TanhGaussian, frozen, mlp
@@ -72,7 +72,7 @@ class Args(OfflineArgs):
     """Widths of the hidden layers, for actor and critics."""
     critics: int = 2
     """Number of critics of each kind. The smallest is used."""
-    gamma: Fraction = 0.99
+    gamma: Fraction = BY_DOMAIN
     """Discount factor of a step."""
     tau: Fraction = 0.005
     """Soft-update rate of the target critics, at each update."""
@@ -82,7 +82,7 @@ class Args(OfflineArgs):
     """Learning rate of the critics of both kinds."""
     alpha_lr: float = 3e-4
     """Learning rate of the temperature."""
-    target_entropy: AnyNumber = 0.0
+    target_entropy: AnyNumber = BY_DOMAIN
     """Target entropy H̄ for each dimension of the noise."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward."""
@@ -93,15 +93,17 @@ class Args(OfflineArgs):
             raise InputError("--recipe sac learns from the noise of single steps: give --retain none and --chunk 1")
 
 
-# Widths and b are those of the authors, and LARGE has their advice for other tasks. The other values are ours.
-LARGE = {"offline_steps": 500_000, "noise_scale": 1.5, "hidden": (2048,) * 3, "reward_shift": 0.0}
+# Widths and b are the authors', and LARGE has their advice for other tasks. OGBench's rows are those of Li and Levine
+# 2026 (arXiv 2601.14234, experiments/reproduce.py in ColinQiyangLi/qam). The other values are ours.
+OURS = {"offline_steps": 500_000, "reward_shift": 0.0, "gamma": 0.99}
+LARGE = OURS | {"noise_scale": 1.5, "hidden": (2048,) * 3, "target_entropy": 0.0}
+OGBENCH = OURS | {"noise_scale": 1.0, "hidden": (512,) * 4, "target_entropy": -0.5}
+SCALES = ("scene", 0.4, 0.99), ("cube-[tq]", 1.4, 0.99), ("antmaze-giant", 1.2, 0.995), ("antmaze", 0.8, 0.99), (
+    "humanoidmaze-medium", 0.6, 0.995), ("humanoidmaze", 0.8, 0.995)  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "locomotion": LARGE, "antmaze": LARGE | {"reward_shift": -1.0}, "*walker2d-*": LARGE | {"noise_scale": 2.5},
-    "*halfcheetah-*": LARGE | {"hidden": (1024,) * 3}, "*hopper-*": LARGE | {"hidden": (128,) * 3},
-}  # fmt: skip
-
-# Algorithms whose base policy can be steered, with the name that it has there.
-BASES = {"bc": {"actor": "base"}, "expo": {"base_average": "base"}, "fql": {"flow": "base"}, "ifql": {"flow": "base"}}
+    "*halfcheetah-*": LARGE | {"hidden": (1024,) * 3}, "*hopper-*": LARGE | {"hidden": (128,) * 3}, "ogbench": OGBENCH,
+} | {f"{env}*singletask*": OGBENCH | {"noise_scale": b, "gamma": gamma} for env, b, gamma in SCALES}  # fmt: skip
 
 
 class Actor(nn.Module):
@@ -120,6 +122,7 @@ class DSRL:
     def __init__(self, args: Args, obs_dim: int, action_dim: int, device: torch.device) -> None:
         initializer = generator(args.seed, "networks")
         self.generator = generator(args.seed, "agent", device)
+        self.args, self.device, self.b, self.is_na = args, device, args.noise_scale, args.recipe == "na"
         action_dim = args.chunk * action_dim  # from here on, an action is a chunk
         is_flow, steps = args.policy == "flow", args.denoising_steps
         self.process = Flow(args.flow_steps) if is_flow else DDIM.variance_preserving(steps, device)
@@ -129,7 +132,7 @@ class DSRL:
         net = partial(mlp, [obs_dim + action_dim, *args.hidden, 1], initializer, args.critics, "tanh", layer_norm=True)
         self.critic = Critic(net()).to(device)
         self.target_critic = copy.deepcopy(self.critic)
-        if args.recipe == "na":
+        if self.is_na:
             self.noise_critic = Critic(net()).to(device)
             self.noise_critic_optimizer = Adam(self.noise_critic.parameters(), args.critic_lr)
         self.update_target_critic = SoftUpdate(self.target_critic, self.critic, args.tau)
@@ -139,8 +142,7 @@ class DSRL:
         self.critic_optimizer = Adam(self.critic.parameters(), args.critic_lr)
         self.alpha_optimizer = Adam([self.log_alpha], args.alpha_lr)
         self.obs_normalizer = FixedNormalizer(obs_dim).to(device) if args.normalize_obs else nn.Identity()
-        self.args, self.device, self.action_dim = args, device, action_dim
-        self.steers = 0  # 1 once the actor chooses the noise
+        self.action_dim, self.steers = action_dim, 0  # steers: 1 once the actor chooses the noise
 
     def normal(self, obs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw standard normal noise for each of obs: [batch, action_dim]."""
@@ -154,22 +156,21 @@ class DSRL:
     def act(self, obs: Tensor, deterministic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Return chunks [n, h · action_dim] for obs [n, obs_dim], from noise that π samples, or from its mode.
 
-        Before it steers, `deterministic` means the base policy, whose noise is always the same without a generator.
+        Before it steers, the base policy acts. If `deterministic` and no generator is given, its noise is always equal.
         """
         obs = self.obs_normalizer(obs)
-        if deterministic and not self.steers:
-            return self.base_actions(obs, self.normal(obs, generator or torch.Generator(self.device).manual_seed(0)))
-        policy = self.actor(obs)
-        noise = policy.mode if deterministic else policy.sample(self.generator)
-        return self.base_actions(obs, self.args.noise_scale * noise)
+        if not self.steers:
+            default = torch.Generator(self.device).manual_seed(0) if deterministic else self.generator
+            return self.base_actions(obs, self.normal(obs, generator or default))
+        noise = self.actor(obs).mode if deterministic else self.actor(obs).sample(self.generator)
+        return self.base_actions(obs, self.b * noise)
 
     @acting
     def explore(self, obs: Tensor) -> Tensor:
         """Return actions and their noise u [2, n, action_dim] for DSRL-SAC. In the warm-up, b u is clipped N(0, I)."""
         obs = self.obs_normalizer(obs)
-        noise = self.actor(obs).sample(self.generator) if self.steers else self.normal(obs) / self.args.noise_scale
-        noise = noise.clamp(-1.0, 1.0)
-        return torch.stack([self.base_actions(obs, self.args.noise_scale * noise), noise])
+        noise = (self.actor(obs).sample(self.generator) if self.steers else self.normal(obs) / self.b).clamp(-1.0, 1.0)
+        return torch.stack([self.base_actions(obs, self.b * noise), noise])
 
     def eval_policy(self) -> Act:
         """Return the policy that acts now. The base policy's noise is the same in every evaluation."""
@@ -189,8 +190,7 @@ class DSRL:
         """
         with torch.no_grad():
             next_noise, next_log_prob = self.actor(batch.next_obs).rsample(self.generator)
-            scaled = self.args.noise_scale * next_noise
-            next_actions = self.base_actions(batch.next_obs, scaled) if self.args.recipe == "na" else next_noise
+            next_actions = self.base_actions(batch.next_obs, self.b * next_noise) if self.is_na else next_noise
             next_value = self.target_critic(batch.next_obs, next_actions).amin(0) - self.log_alpha.exp() * next_log_prob
             # Termination masks the bootstrap. Truncation does not, so it is not even in the batch.
             target = batch.rewards + self.args.gamma**self.args.chunk * (1.0 - batch.terminations) * next_value
@@ -204,13 +204,13 @@ class DSRL:
         noise = self.normal(batch.obs)
         with torch.no_grad():
             target = self.critic(batch.obs, self.base_actions(batch.obs, noise))
-        loss = 0.5 * (self.noise_critic(batch.obs, noise / self.args.noise_scale) - target).square().mean(1).sum()
+        loss = 0.5 * (self.noise_critic(batch.obs, noise / self.b) - target).square().mean(1).sum()
         return loss, {"losses/noise_critic": loss.detach()}
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
         """Return α log π - min_j Q_w,j(s, u), and log π [batch] for α. No gradient enters G. In DSRL-SAC, Q_w is Q."""
         noise, log_prob = self.actor(batch.obs).rsample(self.generator)
-        with frozen(critic := self.noise_critic if self.args.recipe == "na" else self.critic):
+        with frozen(critic := self.noise_critic if self.is_na else self.critic):
             value = critic(batch.obs, noise).amin(0)
         loss = (self.log_alpha.exp().detach() * log_prob - value).mean()
         return loss, log_prob.detach(), {"losses/actor": loss.detach(), "losses/entropy": -log_prob.detach()}
@@ -236,7 +236,7 @@ class DSRL:
             self.alpha_optimizer.minimize(alpha_loss)
             self.update_target_critic()
             metrics = critic_metrics | actor_metrics | alpha_metrics
-            if self.args.recipe == "na":
+            if self.is_na:
                 noise_critic_loss, noise_critic_metrics = self.noise_critic_loss(part)
                 self.noise_critic_optimizer.minimize(noise_critic_loss)
                 metrics |= noise_critic_metrics
@@ -252,7 +252,7 @@ def train(args: Args) -> Result:
     rollout = data.rollout()
     agent = DSRL(args, rollout.obs_dim, rollout.action_dim, run.device)
     data.dataset.fit(agent.obs_normalizer)
-    policy, unsteered = run.policy(agent), partial(agent.act, deterministic=True, generator=agent.generator)
+    policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     form = ("policy", "flow_steps" if args.policy == "flow" else "denoising_steps")
     data.load_pretrained(agent, BASES, only=("base", "obs_normalizer"), must_match=form)
@@ -265,7 +265,7 @@ def train(args: Args) -> Result:
             actions, noise = agent.explore(rollout.obs)
             data.add(rollout.step(actions, meanwhile=update.flush)._replace(actions=noise))
         elif step > 0:
-            data.add(rollout.step(rollout.act(policy if agent.steers else unsteered), meanwhile=update.flush))
+            data.add(rollout.step(rollout.act(policy if agent.steers else agent.act), meanwhile=update.flush))
 
         # Learn: the base policy alone before the switch
         for _ in range(data.updates_due(step)):

@@ -37,7 +37,7 @@ from common.arguments import (
     OptionalNumber,
 )
 from common.command_line import command_line
-from common.diffusion import Denoiser, Diffusion, Flow, Velocity
+from common.diffusion import BASES, Denoiser, Diffusion, Flow, Velocity
 from common.errors import InputError
 from common.evaluate import Act
 from common.hl_gauss import HistogramCritic, HLGauss, return_range
@@ -136,10 +136,6 @@ PRESETS: dict[str, dict[str, Any]] = {  # the authors' for antmaze; the others a
     "locomotion": {"hidden": (256, 256), "reward_shift": 0.0, "failure_reward": None},
     "antmaze": {"hidden": (256,) * 4, "reward_shift": -1.0, "failure_reward": 0.0},
 }
-BASES = {  # algorithms whose base policy can be taken, and its name there
-    "bc": {"actor": "base"}, "dsrl": {}, "fql": {"flow": "base"}, "ifql": {"flow": "base"},
-    "expo": {"base_average": "base"},
-}  # fmt: skip
 
 
 class PARL:

@@ -17,6 +17,10 @@ from common.layers import EPSILON
 from common.networks import Linear, glorot, mlp
 from common.onednn import linear
 
+# Algorithms whose base policy others can take over, and its name there if it is not "base".
+BASES = {"bc": {"actor": "base"}, "expo": {"base_average": "base"}, "fql": {"flow": "base"}, "ifql": {"flow": "base"}}
+BASES["dsrl"] = {}
+
 
 def dense(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, swish: bool = False) -> Tensor:
     """Apply a linear layer, then swish if asked for. On the CPU, oneDNN computes it if no gradient is needed."""

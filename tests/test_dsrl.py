@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,6 @@ def make_agent(double: bool = True, action_dim: int = 2, **changed: Any) -> DSRL
         draw = agent.normal
         agent.normal = lambda obs: draw(obs).double()
     return agent
-
-
-def unsteered(agent: DSRL) -> Any:
-    """The base policy as it acts in the warm-up, with the agent's own noise."""
-    return partial(agent.act, deterministic=True, generator=agent.generator)
 
 
 def chunks(size: int = 40) -> Batch:
@@ -316,14 +310,14 @@ def test_a_steered_flow_takes_the_better_mode(recipe: str):
     for _ in range(600):
         agent.update(two_modes(256, rng), False)
     obs = np.ones((2_000, 3), np.float32)
-    base = unsteered(agent)(obs)
+    base = agent.act(obs)  # in the warm-up
     assert 0.15 < (base > 0).mean() < 0.35
     before = [p.detach().clone() for p in agent.base.parameters()]
     for _ in range(400):
         if recipe == "sac":
             actions, stored_actions = map(torch.from_numpy, agent.explore(obs[:256]))
         else:
-            actions = stored_actions = torch.from_numpy(unsteered(agent)(obs[:256]))
+            actions = stored_actions = torch.from_numpy(agent.act(obs[:256]))
         ones = torch.ones(256, 3)
         agent.update(Batch(ones, stored_actions, -(actions[:, 0] - 0.6).square(), ones, torch.ones(256)), True)
     assert all(torch.equal(a, b) for a, b in zip(before, agent.base.parameters(), strict=True))
@@ -337,13 +331,17 @@ def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
     retain: str, first: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     """With two environments: then the actor chooses the noise, and is evaluated. The buffer holds actions."""
-    unsteered, act = list[bool](), Rollout.act
+    unsteered, act, sample = list[bool](), Rollout.act, TanhGaussian.sample
+    chosen = list[bool]()
 
     def noted(rollout: Rollout, policy: Any) -> Any:
-        unsteered.append(isinstance(policy, partial))
-        return act(rollout, policy)
+        before = len(chosen)
+        actions = act(rollout, policy)
+        unsteered.append(len(chosen) == before)
+        return actions
 
     monkeypatch.setattr(Rollout, "act", noted)
+    monkeypatch.setattr(TanhGaussian, "sample", lambda *given: (chosen.append(True), sample(*given))[1])
     evaluated = list[bool]()
     mode = TanhGaussian.mode.fget
     monkeypatch.setattr(TanhGaussian, "mode", property(lambda policy: (evaluated.append(True), mode(policy))[1]))
@@ -357,11 +355,16 @@ def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
 
 
 def test_an_untrained_actor_is_not_evaluated():
-    """After imitation alone, evaluations sample the flow, with the same noise each time."""
+    """After imitation alone, evaluations sample the flow, with the same noise each time. Sampled actions are its."""
     agent, obs = make_agent(double=False), np.ones((500, 3), np.float32)
     first, again = (agent.eval_policy()(obs) for _ in range(2))
     assert np.array_equal(first, again)
     assert first.std(0).min() > 0.1
+    agent.actor.net[-1].bias.data.fill_(9.0)  # of an actor that has not learned
+    noise = torch.randn(500, 4, generator=torch.Generator().manual_seed(0))
+    sampled = agent.act(obs, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        np.testing.assert_array_equal(sampled, agent.base_actions(torch.from_numpy(obs), noise))
     agent.steers = 1
     assert agent.eval_policy()(obs).std(0).max() < 1e-4
 
@@ -371,13 +374,31 @@ def test_an_untrained_actor_is_not_evaluated():
     [
         ("hopper-medium-v2", (1.5, (128,) * 3)), ("walker2d-medium-v2", (2.5, (2048,) * 3)),
         ("mujoco/walker2d/medium-v0", (2.5, (2048,) * 3)), ("halfcheetah-medium-v2", (1.5, (1024,) * 3)),
+        ("antmaze-large-diverse-v2", (1.5, (2048,) * 3)),
     ],
 )  # fmt: skip
 def test_presets_are_the_authors(dataset: str, expected: tuple[float, Any], monkeypatch: pytest.MonkeyPatch):
     """Noise scale and widths, by the name of the dataset."""
     monkeypatch.setattr("offline.offline_to_online.read", lambda *_: read(str(PENDULUM)))
     args = with_presets(Args(dataset=dataset), PRESETS)
-    assert (args.noise_scale, args.hidden) == expected
+    assert (args.noise_scale, args.hidden, args.gamma, args.target_entropy) == (*expected, 0.99, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "scale", "gamma"),
+    [
+        ("scene-play", 0.4, 0.99), ("puzzle-3x3-play", 1.0, 0.99), ("puzzle-4x4-play", 1.0, 0.99),
+        ("cube-double-play", 1.0, 0.99), ("cube-triple-play", 1.4, 0.99), ("cube-quadruple-play", 1.4, 0.99),
+        ("antmaze-large-navigate", 0.8, 0.99), ("antmaze-giant-navigate", 1.2, 0.995),
+        ("humanoidmaze-medium-navigate", 0.6, 0.995), ("humanoidmaze-large-navigate", 0.8, 0.995),
+    ],
+)  # fmt: skip
+def test_presets_of_ogbench_are_li_and_levines(
+    dataset: str, scale: float, gamma: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offline.offline_to_online.read", lambda *_: read(str(PENDULUM)))
+    args = with_presets(Args(dataset=f"{dataset}-singletask-task2-v0", env="scene-singletask-v0"), PRESETS)
+    assert (args.noise_scale, args.gamma, args.target_entropy, args.hidden) == (scale, gamma, -0.5, (512,) * 4)
 
 
 def test_the_first_temperature_is_1_and_log_std_is_bounded():

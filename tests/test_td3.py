@@ -90,8 +90,8 @@ def test_actor_and_targets_move_at_every_delayed_update_only(delay: int):
         for name, parameter in parameters(agent):
             network, _, rest = name.partition(".")
             assert torch.equal(parameter, before[name]) == (update % delay > 0 and network != "critic"), (update, name)
-            if update % delay == 0 and network.endswith("_target"):
-                online = dict(parameters(agent))[f"{network.removesuffix('_target')}.{rest}"]
+            if update % delay == 0 and network.startswith("target_"):
+                online = dict(parameters(agent))[f"{network.removeprefix('target_')}.{rest}"]
                 torch.testing.assert_close(parameter.data, 0.9 * before[name] + 0.1 * online.data)
 
 

@@ -116,8 +116,8 @@ def test_actor_and_targets_move_at_every_second_update_only() -> None:
         for name, parameter in parameters(agent):
             network, _, rest = name.partition(".")
             assert torch.equal(parameter, before[name]) == (update % 2 == 1 and network != "critic"), (update, name)
-            if update % 2 == 0 and network.endswith("_target"):
-                online = dict(parameters(agent))[f"{network.removesuffix('_target')}.{rest}"]
+            if update % 2 == 0 and network.startswith("target_"):
+                online = dict(parameters(agent))[f"{network.removeprefix('target_')}.{rest}"]
                 torch.testing.assert_close(parameter.data, 0.9 * before[name] + 0.1 * online.data)
 
 

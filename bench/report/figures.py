@@ -87,13 +87,18 @@ class Line(NamedTuple):
 def draw_curves(axes: Axes, line: Line, seeds: dict[str, Curve], last: int | None = None) -> None:
     """Draw the interquartile mean of four or more seeds and its interval, or a line for each of fewer.
 
-    Curves end at step `last`.
+    Seeds that were trained longer than the others have lines of their own beyond the interval. Curves end at step
+    `last`.
     """
     steps, values = aligned(seeds, last)
     if len(values) >= MIN_SEEDS_FOR_CI:
         found = estimate(interquartile_mean, [values])
         axes.plot(steps, found.value, linewidth=1.6, label=f"{line.name}, {len(values)} seeds", **line.look)
         draw_interval(axes, line, steps, found)
+        for curve in seeds.values():
+            own, (longer,) = aligned({"": {step: value for step, value in curve.items() if step >= steps[-1]}}, last)
+            if len(own) > 1:
+                axes.plot(own, longer, linewidth=1.2, **line.look)
         return
     how = f"seed{'s' * (len(seeds) > 1)} {', '.join(sorted(seeds))}"
     if number_of(seeds) > len(seeds):

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from matplotlib.figure import Figure
 from test_runs_page import add
 
 from bench.pages import plot
 from bench.pages.plot import Args
 from bench.pages.runs_page import own_lines, own_runs, read_runs
-from bench.report.figures import COLOURS, OTHERS, Line, colours_of, panels_figure
+from bench.report.figures import COLOURS, OTHERS, Line, colours_of, draw_curves, panels_figure
 from common.errors import InputError
 
 RETURNS = {0: (1.0, 3.0), 1000: (5.0, 7.0)}
@@ -87,6 +88,17 @@ def test_each_task_has_a_panel_and_an_algorithm_one_colour(runs: Path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["PPO", "SAC", "TD3"]
 
 
+def test_seeds_that_ran_longer_continue_beyond_the_band():
+    """As TD3's: five seeds to 100,000 steps, three of them to 300,000."""
+    axes = Figure().add_subplot()
+    draw_curves(
+        axes, Line("a", "red"), {seed: {0: 1.0, 5: 2.0, **({9: 7.0} if seed == "2" else {})} for seed in "1234"}
+    )
+    band, longer = axes.lines
+    assert list(band.get_xdata()) == [0, 5]
+    assert longer.get_xydata().tolist() == [[5, 2], [9, 7]]
+
+
 def test_flags_have_styles_and_labels_of_their_own(tmp_path: Path):
     """What a run's name, length and place are is no difference, nor is a flag that an older run does not have."""
     common = {"overlap": False, "total_steps": 1000, "run_dir": "a", "gamma": 0.99}
@@ -130,7 +142,7 @@ def test_new_algorithms_have_colours_without_an_edit():
 def test_runs_of_the_repository_can_be_drawn():
     """Their evaluations are compressed."""
     (runs,) = own_lines(own_runs((ROOT / "results" / "sac" / "Hopper-v4",))).values()
-    assert [len(seeds) for seeds in runs.values()] == [2]
+    assert [len(seeds) for seeds in runs.values()] == [3]
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
