@@ -154,5 +154,9 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
         needed = re.findall(r"((?:--\S+ )?\S+) (.*?)\.? \(required\)", missing[1])
         wrong = f"give {' and '.join(f'{name} ({text})' for name, text in needed)}"
     hint = f" (perhaps {meant[1]}?)" if meant else ""
+    if re.search(r"Unrecognized options: (True|False)$", wrong):
+        hint = " (a switch takes no value: --flag or --no-flag)"
+    elif re.search(r"['\[]\[?[\d.]+, ?[\d.]", wrong):
+        hint = " (give several numbers with spaces between them)"
     line = f"for example: {example[1]}; or " if missing and example else ""
     raise InputError(f"{wrong}{hint}\n{line}see --help for all flags")

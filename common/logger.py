@@ -198,5 +198,5 @@ def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
     import wandb
 
     identity = f"{name}-{socket.gethostname()}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
-    project, group = os.environ.get("WANDB_PROJECT", "onramp"), name.rpartition("__")[0]  # the seeds of a task
+    project, group = os.environ.get("WANDB_PROJECT", "onramp"), name.rpartition("__")[0] or None  # the seeds of a task
     return wandb.init(project=project, group=group, name=name, id=identity, dir=folder, config=config, resume="allow")

@@ -8,10 +8,13 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+ALGOS = Path(__file__).resolve().parents[1] / "algos"
 
 
 def versions() -> dict[str, str]:
@@ -28,6 +31,13 @@ def commit() -> str:
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # git must not write into the repository
     described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"
+
+
+def algorithm_file(arguments: object) -> Path | None:
+    """Return the file of algos/ that defines the class of these arguments, or None if it is defined elsewhere."""
+    name = getattr(sys.modules.get(type(arguments).__module__), "__file__", None)
+    path = Path(name).resolve() if name else None
+    return path if path and path.parent == ALGOS else None
 
 
 def instructions() -> list[str]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from common import checkpoint, files, process, run_folder, start
 from common.acting import Agent, eval_policy
-from common.arguments import MAY_DIFFER, WITH_CUDA, OffPolicyArgs, RunArgs
+from common.arguments import WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
 from common.errors import Finished, InputError, Stopped
 from common.evaluate import Act, Episode
@@ -27,7 +27,7 @@ from common.logger import Logger, start_wandb
 from common.messages import log
 from common.onednn import keep_freed_memory, set_products
 from common.policy_file import KeptPolicies
-from common.provenance import commit, hardware, versions
+from common.provenance import algorithm_file, commit, hardware, sha256_of, versions
 from common.room import require_resources
 from common.run_folder import CONFIG, DONE, LOCK, is_finished, read_config, read_last_evaluation, state_path
 from common.schema import require
@@ -105,7 +105,9 @@ class Run:
         other arguments. Raises FinishedRun if the run is complete.
         """
         start.end_imports()  # for a program that calls `train` itself
-        self.args, self.algo = args, algo
+        self.args, self.algo, self._file = args, algo, algorithm_file(args)
+        if self._file and self._file.stem != algo:
+            raise InputError(f'{self._file.name} calls Run("{algo}", …): call Run("{self._file.stem}", …) there')
         if args.preset:
             used = [f"{k} {v}" for k, v in args.from_preset.items() if getattr(args, k) == v]
             log.info(f"preset {args.preset}: {', '.join(used)}")
@@ -126,7 +128,8 @@ class Run:
         self._signal, self._idle_steps = 0, (0, "")
         self._grown: dict[str, Any] | None = None  # the config of a run that is being extended
         arguments = json.loads(json.dumps(dataclasses.asdict(args), default=str))
-        self.config = {"algo": algo, "arguments": arguments, "versions": versions()}
+        code = {f"algos/{self._file.name}": sha256_of(self._file)} if self._file else {}
+        self.config = {"algo": algo, "arguments": arguments, "versions": versions(), "code": code}
         self._policies = KeptPolicies(self.folder, {"algo": algo, "arguments": arguments})
         try:
             self._check_folder()
@@ -143,6 +146,10 @@ class Run:
         """
         if getattr(self.args, "normalize_obs", False) and not hasattr(agent, "obs_normalizer"):
             raise InputError(f"--normalize-obs has no effect on {self.algo}: leave it out")
+        if self._file and type(agent).__name__ != (wanted := self.algo.upper().replace("_", "")):
+            raise InputError(
+                f"{self._file.name} has the class {type(agent).__name__}: call it {wanted}, as tools expect"
+            )
         self._agent, self._rollout, self._parts = agent, rollout, parts
         self.launch.agent = agent
         steps, flag = self._idle_steps
@@ -209,9 +216,9 @@ class Run:
         log.info(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
             log.info("note: the updates of its last step were made one action earlier than in a run of the new length")
-        before, now = self._made_by().get("versions"), self.config["versions"]
-        if before and before != now:
-            changed = [name for name in now | before if before.get(name) != now.get(name)]
+        made_by, now = self._made_by(), self.config["versions"] | self.config["code"]  # an older run may lack them
+        before = made_by.get("versions", self.config["versions"]) | made_by.get("code", self.config["code"])
+        if changed := [name for name in now | before if before.get(name) != now.get(name)]:
             log.warning(f"{', '.join(changed)} changed since the run began: its results may differ")
         return saved
 
@@ -368,24 +375,9 @@ class Run:
             return
         made_by = self._made_by()
         self.launch.form = made_by.get("form", self.launch.form)
-        # An argument that is newer than the run had the effect of its default.
-        defaults = {field.name: field.default for field in dataclasses.fields(self.args)}
-        defaults = json.loads(json.dumps(defaults, default=str))
-        before = defaults | made_by["arguments"] | {"algorithm": made_by["algo"]}
-        now = self.config["arguments"] | {"algorithm": self.config["algo"], "device": self.device.type}
-        if before["device"] == "auto":  # the device that "auto" meant there
-            before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
-        grown = {k: now[k] for k in self.args.extendable if 0 < before.get(k, 0) < now.get(k, 0)}
+        config = self.config | {"device": self.device.type}
+        grown = run_folder.grown_arguments(self.folder, made_by, self.args, config)
         done = is_finished(self.folder) and not grown
-        may_differ = (*MAY_DIFFER, *grown, *(("device",) if done else ()))
-        differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
-        if differ:
-            listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
-            another = f"another --{'run-dir' if self.args.run_dir else 'run-name'}"
-            cure = f"give the same arguments to resume it, or {another}"
-            if "online_steps" in differ and before["online_steps"] == 0 and is_finished(self.folder):
-                cure = f"to continue it online, give --init-from {self.folder} and {another}"
-            raise InputError(f"{self.folder} was made with other arguments: {listed}\n{cure}")
         if grown:
             run_folder.require_unchanged(self.folder)
             self._grown = made_by | {"arguments": made_by["arguments"] | grown}

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -17,7 +18,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from common import checkpoint, files
-from common.arguments import NonNegativeInt, json_object
+from common.arguments import MAY_DIFFER, NonNegativeInt, RunArgs, json_object
 from common.errors import InputError, RunError
 from common.evaluate import Episode
 from common.messages import keep_errors
@@ -31,6 +32,7 @@ CONFIG_KEYS = {
     "algo",
     "arguments",
     "versions",
+    "code",
     "commit",
     "hardware",
     "form",
@@ -55,6 +57,7 @@ TRAINED_SCHEMA: Schema = {
 }  # fmt: skip
 CONFIG_SCHEMA: Schema = TRAINED_SCHEMA | {
     "versions?": {str: str | None}, "commit?": str | None, "hardware?": {"gpu?": str | None}, "form?": str,
+    "code?": {str: str},
 }  # fmt: skip
 STATE_SCHEMA: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
@@ -163,6 +166,33 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
         raise InputError(f"{path} {otherwise}") from None
     require_trained(config, CONFIG_SCHEMA, path, otherwise)
     return config
+
+
+def grown_arguments(folder: Path, made_by: dict[str, Any], args: RunArgs, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that extend the run in `folder`: those of `args.extendable` that are larger now.
+
+    `made_by` is the run's config, and `config` the one of the same command now, with the name of its device. Raises
+    InputError if they are of two algorithms, or if arguments that matter differ.
+    """
+    another = f"another --{'run-dir' if args.run_dir else 'run-name'}"
+    if made_by["algo"] != config["algo"]:
+        raise InputError(f"{folder} is a run of {made_by['algo']}, not of {config['algo']}: give {another}")
+    # An argument that is newer than the run had the effect of its default.
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    before = json.loads(json.dumps(defaults, default=str)) | made_by["arguments"]
+    now = config["arguments"] | {"device": config["device"]}
+    if before["device"] == "auto":  # the device that "auto" meant there
+        before["device"] = "cuda" if made_by.get("hardware", {}).get("gpu") else "cpu"
+    grown = {k: now[k] for k in args.extendable if 0 < before.get(k, 0) < now.get(k, 0)}
+    may_differ = (*MAY_DIFFER, *grown, *(("device",) if is_finished(folder) and not grown else ()))
+    differ = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in may_differ]
+    if differ:
+        listed = ", ".join(f"{k} ({before.get(k)} there, {now.get(k)} here)" for k in differ)
+        cure = f"give the same arguments to resume it, or {another}"
+        if "online_steps" in differ and before["online_steps"] == 0 and is_finished(folder):
+            cure = f"to continue it online, give --init-from {folder} and {another}"
+        raise InputError(f"{folder} was made with other arguments: {listed}\n{cure}")
+    return grown
 
 
 def require_trained(config: dict[str, Any], schema: Schema, path: Path, otherwise: str) -> None:

@@ -72,7 +72,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
             if self._has_begun:
                 raise RunError(
                     f"{self._name} cannot start another episode: {why}\n"
-                    "Correct its reset, then run the same command to resume from the last checkpoint."
+                    "Correct its reset, then run the same command: it resumes from the last checkpoint, if any."
                 ) from error
             raise InputError(
                 f"{self._name} is created but cannot start an episode: {why}\n"
@@ -90,7 +90,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         except (Exception, SystemExit) as error:
             raise RunError(
                 f"{self._name} failed in a step: {reason(error)}\n"
-                "Correct it, then run the same command to resume from the last checkpoint."
+                "Correct it, then run the same command: it resumes from the last checkpoint, if any."
             ) from error
         if not isinstance(info, dict):
             raise InputError(f"{self._name} gave the info {info!r}, which is not a dict")

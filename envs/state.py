@@ -50,11 +50,19 @@ def _generators(env: Env) -> dict[str, str]:
     found = {}
     for path, owner in _environments(env):
         if not isinstance(owner, gym.Wrapper):
-            _ = owner.np_random  # made at first use: make it now, so that even an unseeded first episode is replayed
+            own = owner.np_random  # made at first use: make it now, so that even an unseeded first episode is replayed
+            if isinstance(own, np.random.RandomState):  # dm_control's, as Shimmy gives it; it is no attribute
+                found[f"{path}.np_random"] = _text(own.get_state(legacy=False))
         for name, value in vars(owner).items():
             if isinstance(value, np.random.Generator):
-                found[f"{path}.{name}"] = json.dumps(value.bit_generator.state, default=np.ndarray.tolist)
+                found[f"{path}.{name}"] = _text(value.bit_generator.state)
+            elif isinstance(value, np.random.RandomState):
+                found[f"{path}.{name}"] = _text(value.get_state(legacy=False))
     return found
+
+
+def _text(state: Any) -> str:
+    return json.dumps(state, default=np.ndarray.tolist)
 
 
 def _set_generators(env: Env, states: dict[str, str]) -> None:
@@ -63,6 +71,9 @@ def _set_generators(env: Env, states: dict[str, str]) -> None:
         owner, name = path.rpartition(".")[::2]
         try:
             state = json.loads(text)
+            if "has_gauss" in state:  # of a RandomState
+                getattr(owners[owner], name).set_state(state)
+                continue
             generator = vars(owners[owner]).get(name)
             kind = getattr(np.random, state["bit_generator"])
             if not isinstance(generator, np.random.Generator) or type(generator.bit_generator) is not kind:
@@ -79,7 +90,8 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
     """Records what restores the environment exactly. Make it the outermost wrapper. It costs about 1 µs a step.
 
     The actions of the current episode are kept, so an environment without a time limit grows by one action a step.
-    Generators (`np.random.Generator`) are covered if the environment, or one inside it, has them as attributes.
+    Generators (`np.random.Generator` and `RandomState`) are covered if the environment, or one inside it, has them as
+    attributes.
     `set_state` detects other randomness, and anything else carried from one episode to the next. It then returns False.
     """
 

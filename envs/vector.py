@@ -76,7 +76,7 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
             self.closed = True  # otherwise Gymnasium would wait for its answer; the other processes end with this one
             raise RunError(
                 "the process of an environment was killed (is there enough memory for all of them?): "
-                "run the same command to resume from the last checkpoint"
+                "run the same command: it resumes from the last checkpoint, if any"
             ) from None
 
 

@@ -227,15 +227,15 @@ class OfflineToOnline(checkpoint.Part):
     def _set_batch_sizes(self, offline: int, online: int) -> int:
         """Set the sizes of offline and online batches, and return the online transitions in an online batch."""
         self._batch_sizes = {False: offline, True: online}
-        share = self._online_share(online)
-        self._order = even_order(online - share, share).to(self.online.device)
+        self._order = even_order(online - (share := self._online_share(online)), share).to(self.online.device)
         return share
 
     def _report(self, run: Run) -> None:
         """Print the dataset's size, and warnings."""
         dataset = self.dataset
         size = f"{len(dataset):,} transitions in {len(dataset.ends):,} episodes"
-        log.info(f"{self.args.dataset}: {size}, evaluated in {self.env}")
+        of = "" if dataset.env in (None, "", self.env) else f" of {dataset.env}"
+        log.info(f"{self.args.dataset}: {size}{of}, evaluated in {self.env}")
         if self.discount is not None and self.failure is None and dataset.is_cut_while_negative(self.discount):
             log.warning(
                 "rewards before a truncation are negative, so Cal-QL's bounds there exceed the true values\n"

@@ -66,15 +66,24 @@ def test_the_page_lists_the_presets() -> None:
     assert len(listed) >= 20
 
 
-@pytest.mark.parametrize("preset", ["redq", "droq"])
-def test_the_target_entropies_of_redq_and_droq_are_those_of_mbpo(preset: str) -> None:
-    """Per dimension of the action. Each update of the actor follows 20 of the critics, in one step."""
-    entropies = {"Hopper-v4": -1, "HalfCheetah-v4": -3, "Walker2d-v4": -3, "Ant-v4": -4, "Humanoid-v4": -2}
-    for task, entropy in entropies.items():
+@pytest.mark.parametrize(
+    ("task", "entropy", "steps", "dropout"),
+    [
+        ("Hopper-v4", -1, 125_000, 1e-4), ("HalfCheetah-v4", -3, 400_000, 1e-2), ("Walker2d-v4", -3, 300_000, 5e-3),
+        ("Ant-v4", -4, 300_000, 1e-2), ("Humanoid-v4", -2, 300_000, 1e-1),
+    ],
+)  # fmt: skip
+def test_redq_and_droq_are_the_authors(task: str, entropy: int, steps: int, dropout: float) -> None:
+    """The target entropies are MBPO's. Each update of the actor follows 20 of the critics, in one step."""
+    for preset, critics, drawn, layer_norm, dropped in (("redq", 10, 2, False, 0.0), ("droq", 2, 2, True, dropout)):
         args = Args(preset=f"{preset}/{task}")
         action_dim = gymnasium.make(task).action_space.shape[0]
         assert args.target_entropy * action_dim == pytest.approx(entropy, rel=1e-12)
-        assert (args.utd, args.policy_delay, args.actor_value) == (20, 20, "mean")
+        assert (args.utd, args.policy_delay, args.actor_value, args.total_steps) == (20, 20, "mean", steps)
+        assert (args.critics, args.target_critics or critics) == (critics, drawn)
+        assert (args.layer_norm, args.dropout) == (layer_norm, dropped)
+        assert {args.actor_lr, args.critic_lr, args.alpha_lr} == {3e-4}
+        assert (args.hidden, args.batch_size, args.gamma, args.tau) == ((256, 256), 256, 0.99, 0.005)
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.75, 0.99])  # the preset's, another, and the default of the flag

@@ -159,6 +159,33 @@ def test_hidden_generators(bits: Any) -> None:
     assert rollout(fresh, np.ones((60, 1))) == expected
 
 
+class Legacy(Toy):
+    """As Shimmy wraps dm_control: `np_random` is a RandomState that is no attribute. `own` is one that is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._task, self.own = [np.random.RandomState(seed)], np.random.RandomState(seed + 1)
+
+    @property
+    def np_random(self) -> np.random.RandomState:  # type: ignore[override]
+        return self._task[0]
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.x += self.np_random.normal() + self.own.normal()  # every second normal number is kept for the next call
+        return super().step(action)
+
+
+def test_legacy_generators() -> None:
+    env, fresh = ExactState(Legacy(1)), ExactState(Legacy(5))
+    env.reset()
+    rollout(env, np.ones((6, 1)))
+    state = env.get_state()
+    assert plain(state)
+    expected = rollout(env, np.ones((60, 1)))
+    assert fresh.set_state(state)
+    assert rollout(fresh, np.ones((60, 1))) == expected
+
+
 def test_irreproducible_environment_starts_a_new_episode() -> None:
     env = ExactState(Toy(outside=True))
     env.reset(seed=0)
@@ -200,6 +227,7 @@ def test_refuses_what_is_not_its_state() -> None:
         state | {"generators_before": {"env.nothing._np_random": "{}"}},
         state | {"generators_before": {"env.env._np_random": "{}"}},
         state | {"generators_before": {"env.env._np_random": "not json"}},
+        state | {"generators_before": {"env.env._np_random": '{"has_gauss": 0}'}},
         state | {"generators_before": {"env.env._np_random": '{"bit_generator": "save"}'}},
         other.get_state(),
     ):

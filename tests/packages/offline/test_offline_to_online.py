@@ -1,6 +1,7 @@
 """From a dataset to online learning: what is sampled before and after the switch, returns-to-go, and presets."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,18 @@ def sampled(data: OfflineToOnline, size: int, step: int, seed: int = 0) -> list[
 def batch_of(data: OfflineToOnline, size: int, online: bool, seed: int = 0) -> Batch:
     data._set_batch_sizes(size, size)
     return data.sample(online, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("recorded", "of"), [("Other-v0", " of Other-v0"), ("Pendulum-v1", ""), (None, "")])
+def test_data_of_another_environment_are_named(
+    offline_to_online: Any, caplog: pytest.LogCaptureFixture, recorded: str | None, of: str
+) -> None:
+    """Their sizes may fit."""
+    made = offline_to_online()
+    made.dataset.env = recorded
+    caplog.clear()
+    made._report(SimpleNamespace(learns_after=lambda *_: None))
+    assert f"30 transitions in 1 episodes{of}, evaluated in Pendulum-v1" in caplog.text
 
 
 @pytest.mark.parametrize("retain", ["none", "append", "mix"])
