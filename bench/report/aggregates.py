@@ -6,10 +6,11 @@ million steps. So 1 is the published result. Runs on datasets have normalised sc
 
 from collections import defaultdict
 from itertools import combinations
+from statistics import median
 
 import numpy as np
 
-from bench.report.curves import Curves, number_of, online, published, there
+from bench.report.curves import Curves, minutes_per_step, number_of, online, published, there
 from bench.report.intervals import (
     MIN_SEEDS_FOR_CI,
     Estimate,
@@ -40,7 +41,7 @@ def online_runs(step: int) -> tuple[Runs, Runs]:
 
     Both have the same tasks, those on which both have runs that reached the step.
     """
-    theirs = published()
+    theirs = published(one_source=True)
     unit = {key: np.mean(list(there(seeds, STEPS[-1]).values())) for key, seeds in theirs.items()}
     ours = {key: seeds for key, seeds in online().items() if key in unit}
     both: list[Runs] = [reached(ours, step), reached({key: theirs[key] for key in ours}, step)]
@@ -54,7 +55,8 @@ def online_runs(step: int) -> tuple[Runs, Runs]:
 
 def only_means() -> set[str]:
     """Return the algorithms of which only the mean over the runs was published."""
-    return {algo for (algo, _), seeds in published().items() if any(seed.startswith("mean") for seed in seeds)}
+    theirs = published(one_source=True)
+    return {algo for (algo, _), seeds in theirs.items() if any(seed.startswith("mean") for seed in seeds)}
 
 
 def compared(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tuple[str, str]:
@@ -96,6 +98,15 @@ def improvements(runs: Runs, names: dict[str, str]) -> Table:
     return table
 
 
+def online_improvements(names: dict[str, str], steps: tuple[int, ...]) -> Table:
+    """Return `improvements` of the online runs at each of `steps`, with a column for the step."""
+    table = Table(("", "steps", "probability of improvement", "environments: seeds of each"))
+    for step in steps:
+        for better, probability, tasks in improvements(reached(online(), step), names).rows:
+            table.rows.append([better, f"{step:,}", probability, tasks])
+    return table
+
+
 def profiles(runs: dict[str, dict[str, list[float]]]) -> tuple[Values, dict[str, Estimate]]:
     """Return thresholds from 0 to above the best run, and for each of `runs` the share above each threshold."""
     best = max(max(seeds) for tasks in runs.values() for seeds in tasks.values())
@@ -116,13 +127,19 @@ def interquartile(seeds: dict[str, Curve], step: int) -> str:
 
 
 def learning_table(only: str = "") -> Table:
-    """Return the table of our and the published returns at equal steps, of all algorithms or one."""
-    table = Table(("", "steps", "onramp", "interquartile mean", "published"))
-    theirs = published()
+    """Return the table of our and the published returns at equal steps, of all algorithms or one.
+
+    The minutes are the steps times a run's mean wall-clock time for a step. They are the median over the runs whose
+    time was recorded.
+    """
+    table = Table(("", "steps", "onramp", "interquartile mean", "published", "minutes"))
+    theirs, took = published(), minutes_per_step("")
     for (algo, env), seeds in online().items():
         for step in STEPS if only in ("", algo) else ():
             known = spread_at(theirs[algo, env], step) if theirs[algo, env] else ""
-            row = spread_at(seeds, step), interquartile(seeds, step), known
+            rates = took.get((algo, env), []) if there(seeds, step) else []
+            minutes = f"{step * median(rates):,.1f}" if rates else ""
+            row = spread_at(seeds, step), interquartile(seeds, step), known, minutes
             table.rows.append([f"{display_name(algo)}, {env}", f"{step:,}", *row])
     return table
 
@@ -134,6 +151,12 @@ def returns_table(algo: str) -> Table:
         if name == algo:
             table.rows.append([env, *(spread_at(seeds, step) for step in STEPS)])
     return table
+
+
+def published_returns(algo: str) -> Table:
+    """Return the published returns of one algorithm: a row for each of STEPS, a column for each environment."""
+    theirs = {env: seeds for (name, env), seeds in sorted(published().items()) if name == algo}
+    return Table(("steps", *theirs), [[f"{n:,}", *(spread_at(seeds, n) for seeds in theirs.values())] for n in STEPS])
 
 
 def settings_table(algo: str, other: str, label: str, steps: tuple[int, ...], default_label: str = "defaults") -> Table:

@@ -1,7 +1,7 @@
 """Build results/report.html: figures and tables on one page that contains all it needs and makes no request."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from bench.report import aggregates, curves, offline_report
 from bench.report.aggregates import STEPS, online_runs, only_means, profiles, reached
 from bench.report.archive_run import Kept, kept_runs
-from bench.report.curves import aligned, by_updates, number_of, online, published, scores, there
+from bench.report.curves import Curves, aligned, by_updates, number_of, online, published, scores, there
 from bench.report.figures import (
     GREY,
     Line,
@@ -31,16 +31,19 @@ from bench.report.tables import Table, display_name
 from bench.sweep.suite import PEER, Planned, labels, planned
 from common.run_folder import Curve
 
-FOLDERS = ("", "offline", "online", "wsrl", "wsrl-longer", "expo", "ablations")
 ONLINE = labels("online-1m")
 # Title of each comparison, its suite, and the function that reads the curves of its runs in results/.
-STUDIES = (
+STUDIES: tuple[tuple[str, str, Callable[[], Curves]], ...] = (
     ("Online", "online-1m", online),
     ("Offline", "offline-own", by_updates),
     ("From offline to online", "off2on-own", partial(scores, "online")),
     ("WSRL's comparison", "wsrl", partial(scores, "wsrl")),
     ("WSRL's comparison, longer", "wsrl-longer", partial(scores, "wsrl-longer")),
     ("EXPO's comparison", "expo", partial(scores, "expo")),
+    ("After SAC", "after-sac", lambda: online("ablations") | online()),
+    ("Weighted sampling", "weighting", partial(by_updates, "weighting")),
+    ("OGBench", "ogbench", partial(scores, "ogbench")),  # their steps end at 0, as its plan does
+    ("DSRL and PA-RL", "steering", partial(scores, "steering")),
 )
 
 
@@ -54,7 +57,7 @@ class Image:
 
 def whole_page() -> str:
     """Return the whole page; the same data give the same bytes."""
-    kept = [(folder, run) for folder in FOLDERS for run in kept_runs(curves.RESULTS / folder)]
+    kept = every_run()
     return template("page.html").render(
         episodes=f"{sum(len(run.rows) for _, run in kept):,}",
         runs=len(kept),
@@ -65,7 +68,7 @@ def whole_page() -> str:
         online_curves=list(online_curves()),
         published=published_table(),
         online_profiles=list(online_profiles()),
-        online_improvements=[(n, aggregates.improvements(reached(online(), n), ONLINE)) for n in STEPS],
+        online_improvements=aggregates.online_improvements(ONLINE, STEPS),
         offline_curves=list(offline_curves()),
         offline_aggregates=list(offline_aggregates()),
         offline_improvements=[(n, aggregates.improvements(reached(by_updates(), n), ALGORITHMS)) for n in UPDATES],
@@ -74,6 +77,12 @@ def whole_page() -> str:
         machines=machines_table([run for _, run in kept]),
         all_runs=runs_table(kept),
     )
+
+
+def every_run() -> list[tuple[str, Kept]]:
+    """Return each run of results/, with the folder of results/ that holds it, or "" for results/ itself."""
+    folders = "", *sorted(path.name for path in curves.RESULTS.iterdir() if path.is_dir())
+    return [(folder, run) for folder in folders for run in kept_runs(curves.RESULTS / folder)]
 
 
 def template(name: str) -> Template:
@@ -179,9 +188,9 @@ def machine(run: Kept) -> str:
 
 
 def runs_table(kept: list[tuple[str, Kept]]) -> Table:
-    """Return a row for each run: its folder, seed, steps, time, speed, threads, commit and episodes."""
-    heads = "", "seed", "steps", "episodes per evaluation", "hours", "steps/s", "threads", "commit", "episodes"
-    table = Table(heads)
+    """Return a row for each run: folder, seed, steps, time, speed, threads, form of the update, commit and episodes."""
+    times = "hours", "steps/s", "threads", "update"
+    table = Table(("", "seed", "steps", "episodes per evaluation", *times, "commit", "episodes"))
     for folder, run in kept:
         what = "/".join(filter(None, (folder, run.algo, run.task)))
         steps = [int(row["step"]) for row in run.rows]
@@ -189,8 +198,8 @@ def runs_table(kept: list[tuple[str, Kept]]) -> Table:
         time = run.config.get("time")
         took = [f"{time['seconds'] / 3600:.2f}", f"{time['steps_per_second']:,.1f}"] if time else 2 * ["not recorded"]
         threads = str(run.config.get("hardware", run.config).get("threads", "not recorded"))
-        commit = run.config.get("commit", "external")[:8]
-        table.rows.append([what, run.seed, reach, episodes, *took, threads, commit, str(len(steps))])
+        form, commit = run.config.get("form", "not recorded"), run.config.get("commit", "external")[:8]
+        table.rows.append([what, run.seed, reach, episodes, *took, threads, form, commit, str(len(steps))])
     return table
 
 
@@ -212,15 +221,24 @@ def missing() -> list[tuple[str, list[str], list[tuple[str, str]]]]:
     found = []
     for title, suite, curves_of in STUDIES:
         runs, plans = curves_of(), planned(suite)
-        least: dict[str, Planned] = {}
+        plans_of: dict[str, set[Planned]] = {}
         for task, plan in (pair for tasks in plans.values() for pair in tasks.items()):
-            least[task] = min(least.get(task, plan), plan)
-        groups = [(each, [task for task in least if least[task] == each]) for each in dict.fromkeys(least.values())]
-        asked = [f"{seeds} seeds on each of {', '.join(tasks)}, to {step:,}" for (seeds, step), tasks in groups]
+            plans_of.setdefault(task, set()).add(plan)
+        groups: dict[str, list[str]] = {}
+        for task, of_task in plans_of.items():
+            groups.setdefault(in_words(of_task), []).append(task)
+        asked = [words.format(", ".join(tasks)) for words, tasks in groups.items()]
         names = labels(suite).items()
         lacks = [(label, missing_runs({t: runs.get((n, t), {}) for t in plans[n]}, plans[n])) for n, label in names]
         found.append((title, asked, lacks))
     return found
+
+
+def in_words(plans: set[Planned]) -> str:
+    """Return the smallest plan of a task, with {} for the tasks. Step 0 is the end of the updates on a dataset."""
+    seeds, step = min(plans)
+    more = " or more" if len({plan.step for plan in plans}) > 1 else ""
+    return f"{seeds} seeds on each of {{}}, to {f'{step:,}{more}' if step else 'the end of the updates'}"
 
 
 def missing_runs(found: dict[str, dict[str, Curve]], plan: dict[str, Planned]) -> str:

@@ -24,7 +24,14 @@ from scipy import stats
 
 from bench.pages.code_links import with_links
 from bench.pages.runs_page import own_runs, runs_page
-from bench.report.aggregates import learning_table, returns_table, settings_table, spread_at
+from bench.report.aggregates import (
+    learning_table,
+    online_improvements,
+    published_returns,
+    returns_table,
+    settings_table,
+    spread_at,
+)
 from bench.report.curves import online, published, successes
 from bench.report.figures import learning_figure, overview_figure, png
 from bench.report.offline_report import (
@@ -42,6 +49,7 @@ from bench.report.page import whole_page
 from bench.report.tables import Table, display_name, spread
 from bench.speed.interleaved_timing import read_rounds
 from bench.sweep.scaling import bests_table, laws_table, predictions_table, read
+from bench.sweep.suite import labels
 from common.command_line import command_line
 from common.messages import print_result
 from common.policy_file import SUFFIX, read_policy
@@ -227,7 +235,10 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "README.md": {
         "algorithms": algorithms_table,
     },
-    "docs/results.md": {"learning": learning_table},
+    "docs/results.md": {
+        "learning": learning_table,
+        "improvements": partial(online_improvements, labels("online-1m"), (100_000, 300_000)),
+    },
     "docs/sac.md": {"learning": partial(learning_table, "sac")},
     "docs/cpu.md": {"products": products_table},
     "docs/policies.md": {"policies": policies_table},
@@ -244,7 +255,8 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "docs/crossq.md": {
         "sac and crossq": partial(
             settings_table, "sac", "crossq-256", "CrossQ, critics of 256", (100_000, 300_000), default_label="SAC"
-        )
+        ),
+        "published": partial(published_returns, "crossq"),
     },
     "docs/data.md": {"datasets": datasets_table, "loading": loading_table},
     "docs/dsac_t.md": {
@@ -256,6 +268,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "docs/ppo.md": {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },
+    "docs/simba_v2.md": {"published": partial(published_returns, "simba_v2")},
     "docs/stream_ac.md": {"returns": partial(returns_table, "stream_ac")},
     "docs/td3.md": {"td3 settings": partial(settings_table, "td3", "td3-authors", "the authors' setting", (100_000,))},
     "docs/rlpd.md": {"rlpd": rlpd_table, "rlpd successes": partial(rlpd_table, successes)},

@@ -1,6 +1,7 @@
 """results/report.html needs nothing but itself, says what the data says, and what has not been run."""
 
 import base64
+import csv
 import html
 import json
 import re
@@ -18,7 +19,7 @@ from bench.report import aggregates, curves, figures, intervals, page
 from bench.report.aggregates import compared, improvements, online_runs, profiles, reached
 from bench.report.archive_run import keep
 from bench.report.page import missing_runs
-from bench.sweep.suite import Planned
+from bench.sweep.suite import SUITES, Planned
 
 EVALUATION = "step,episode,return,length,success,normalized_score"
 
@@ -48,12 +49,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Path]:
         time={"seconds": 5400.0, "steps_per_second": 55.5})  # fmt: skip
     add(folder / "offline" / "iql" / "hopper-medium" / "1", "Hopper-v4", {-100_000: 0.0, 0: 1000.0})
     add(folder / "online" / "cql-mix" / "hopper-medium" / "1", "Hopper-v4", {-9: 0.0, 0: 1000.0, 9: 2000.0})
+    add(folder / "unheard-of" / "sac-new" / "Hopper-v4" / "1", "Hopper-v4", {0: 0.0}, form="recorded")
     (folder / "datasets").mkdir()
     (folder / "datasets" / "hopper-medium.json").write_text(json.dumps({"score": 31.0}))
     lines = ["source,algo,env,seed,step,return,measured_on"]
     for seed, value in enumerate((1000, 2000, 3000, 4000)):  # the last step is not the one that is the unit
         for step, factor in ((0, 0.0), (100_000, 0.5), (1_000_000, 1.0), (2_000_000, 3.0)):
             lines.append(f"sfujim/TD3,sac,Hopper-v4,{seed},{step},{value * factor},Hopper-v1")
+    lines.append("Holiday-Robot/FlashSAC,sac,Ant-v4,0,1000000,7,Ant-v4")
     lines += [f"thu-ml/tianshou,ppo,Hopper-v4,mean10,{step},{step / 1000},Hopper-v3" for step in (0, 1_000_000)]
     (folder / "published.csv").write_text("\n".join(lines) + "\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -130,13 +133,30 @@ def test_same_data_same_bytes(made: str):
 
 def test_every_run_and_its_time_are_there(made: str):
     text = Reader(made).text
-    assert "46 evaluation episodes of 8 runs" in text
+    assert "48 evaluation episodes of 9 runs" in text
     rows = re.findall(r"<tr>.*?</tr>", made)
     (ppo,) = (row for row in rows if ">ppo/Hopper-v4<" in row)
     assert re.findall(r">([^<]+)</t[dh]>", ppo) == [
-        "ppo/Hopper-v4", "1", "0 to 300,000", "2", "1.50", "55.5", "not recorded", "abcdef01", "6",
+        "ppo/Hopper-v4", "1", "0 to 300,000", "2", "1.50", "55.5", "not recorded", "not recorded", "abcdef01", "6",
     ]  # fmt: skip
-    assert len([row for row in rows if "abcdef01" in row]) == 8
+    (new,) = (row for row in rows if ">unheard-of/sac-new/Hopper-v4<" in row)
+    assert re.findall(r">([^<]+)</t[dh]>", new)[-4:] == ["not recorded", "recorded", "abcdef01", "2"]
+    assert len([row for row in rows if "abcdef01" in row]) == 9
+
+
+def test_every_run_that_the_repository_keeps_is_on_the_page(monkeypatch: pytest.MonkeyPatch):
+    """In whatever folder of results/ it is."""
+    monkeypatch.setattr(curves, "RESULTS", ROOT / "results")
+    found = [ROOT / "results" / folder / run.algo / run.task / run.seed for folder, run in page.every_run()]
+    assert sorted(found) == sorted(path.parent for path in (ROOT / "results").rglob("evaluations.csv.gz"))
+
+
+def test_page_lists_missing_runs_of_each_suite_in_results():
+    """Most suites have a folder of their name. That of the suite offline-own is results/offline."""
+    suites = {suite for _, suite, _ in page.STUDIES}
+    kept = {path.parents[3].name for path in (ROOT / "results").glob("*/*/*/*/evaluations.csv.gz")} - {"offline"}
+    assert suites >= {"online-1m", "offline-own", "off2on-own", "after-sac"}
+    assert suites >= {path.stem for path in SUITES.glob("*.toml")} & kept
 
 
 def test_what_has_not_been_run_is_said(made: str):
@@ -147,6 +167,9 @@ def test_what_has_not_been_run_is_said(made: str):
     assert "IQL: hopper-medium: 1 of 4 seeds; not run: halfcheetah-medium," in said
     assert "CQL, half of each batch data: hopper-medium: 0 of 2 seeds (1 more, to 9 at most)." in said
     assert "pessimism kept: not run." in said
+    assert "Stream AC(λ): not run." in said
+    assert "3 seeds on each of HalfCheetah-v4, Hopper-v4, Walker2d-v4, Ant-v4, to 100,000 or more." in said
+    assert "cube-single-play-singletask-task2-v0, to the end of the updates." in said
     seeds = {seed: {0: 0.0, 9: float(seed)} for seed in "1234"}
     assert missing_runs({"a": seeds}, {"a": Planned(4, 9)}) == "complete"
     assert missing_runs({"a": seeds}, {"a": Planned(4, 10)}) == "a: 0 of 4 seeds (4 more, to 9 at most)"
@@ -172,11 +195,43 @@ def test_online_unit_is_the_published_return_at_a_million_steps():
     assert "| only means were published |" in next(line for line in table if line.startswith("| PPO | 100,000"))
 
 
+def test_learning_table_has_minutes_of_runs_with_a_recorded_time():
+    """PPO needed 5,400 s for 300,000 steps; no time of SAC was recorded."""
+    assert aggregates.learning_table("ppo").rows == [
+        ["PPO, Hopper-v4", "100,000", "500 (1)", "", "100 (10)", "30.0"],
+        ["PPO, Hopper-v4", "300,000", "600 (1)", "", "300 (10)", "90.0"],
+        ["PPO, Hopper-v4", "1,000,000", "not run", "", "1,000 (10)", ""],
+    ]
+    assert {row[-1] for row in aggregates.learning_table("sac").rows} == {""}
+
+
+def test_published_returns_have_a_column_for_each_environment():
+    table = aggregates.published_returns("sac")
+    assert list(table.heads) == ["steps", "Ant-v4", "Hopper-v4"]
+    assert table.rows[0] == ["100,000", "not run", "1,250 ± 645 (4)"]
+    assert table.rows[2] == ["1,000,000", "7 (1)", "2,500 ± 1,291 (4)"]
+
+
+def test_means_over_environments_have_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The one that has the most environments of the algorithm."""
+    rows = [f"{source},ppo,{env},0,0,1.0,{env}" for source, env in (("b", "C"), ("a", "A"), ("a", "B"))]
+    (tmp_path / "published.csv").write_text("\n".join(["source,algo,env,seed,step,return,measured_on", *rows]))
+    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    assert [env for _, env in curves.published()] == ["C", "A", "B"]
+    assert [env for _, env in curves.published(one_source=True)] == ["A", "B"]
+
+
+def test_each_published_curve_has_one_source():
+    rows = csv.DictReader((ROOT / "results" / "published.csv").read_text().splitlines())
+    sources = {(row["algo"], row["env"], row["source"], row["measured_on"]) for row in rows}
+    assert len({source[:2] for source in sources}) == len(sources)
+
+
 def test_algorithms_are_compared_by_their_returns(made: str):
     """Not in the units above, in which SAC's 600 of 2500 would be less than PPO's 500 of 1000."""
     assert reached(curves.online(), 100_000) == {"sac": {"Hopper-v4": [600.0] * 5}, "ppo": {"Hopper-v4": [500.0]}}
     row = next(row for row in re.findall(r"<tr>.*?</tr>", made) if "SAC better than PPO" in row)
-    assert re.findall(r">([^<]+)</t[dh]>", row) == ["SAC better than PPO", "1.00", "1: 5 and 1"]
+    assert re.findall(r">([^<]+)</t[dh]>", row) == ["SAC better than PPO", "100,000", "1.00", "1: 5 and 1"]
     assert improvements({"sac": {"a": [1.0]}}, {"sac": "SAC", "ppo": "PPO"}).rows == []
 
 
@@ -247,6 +302,6 @@ def test_ours_and_the_published_are_of_the_same_environments(monkeypatch: pytest
     ours = {("sac", "A"): {"1": curve}, ("sac", "B"): {"1": {100_000: 1.0}}}
     theirs = {("sac", env): {"1": curve, "2": curve} for env in "ABC"}
     monkeypatch.setattr(aggregates, "online", lambda: ours)
-    monkeypatch.setattr(aggregates, "published", lambda: theirs)
+    monkeypatch.setattr(aggregates, "published", lambda one_source: theirs if one_source else {})
     assert [sorted(runs["sac"]) for runs in online_runs(100_000)] == [["A", "B"]] * 2
     assert [dict(runs) for runs in online_runs(1_000_000)] == [{"sac": {"A": [1.0]}}, {"sac": {"A": [1.0, 1.0]}}]
