@@ -41,7 +41,7 @@ def online_runs(step: int) -> tuple[Runs, Runs]:
 
     Both have the same tasks, those on which both have runs that reached the step.
     """
-    theirs = published(one_source=True)
+    theirs = published()
     unit = {key: np.mean(list(there(seeds, STEPS[-1]).values())) for key, seeds in theirs.items()}
     ours = {key: seeds for key, seeds in online().items() if key in unit}
     both: list[Runs] = [reached(ours, step), reached({key: theirs[key] for key in ours}, step)]
@@ -55,8 +55,7 @@ def online_runs(step: int) -> tuple[Runs, Runs]:
 
 def only_means() -> set[str]:
     """Return the algorithms of which only the mean over the runs was published."""
-    theirs = published(one_source=True)
-    return {algo for (algo, _), seeds in theirs.items() if any(seed.startswith("mean") for seed in seeds)}
+    return {algo for (algo, _), seeds in published().items() if any(seed.startswith("mean") for seed in seeds)}
 
 
 def compared(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> tuple[str, str]:

@@ -36,21 +36,11 @@ def online(folder: str = "") -> Curves:
     return curves_of(folder, lambda run: mean_by_step(run.rows, lambda row: float(row["return"])))
 
 
-def published(*, one_source: bool = False) -> Curves:
-    """Return the curves of returns in results/published.csv.
-
-    With `one_source`, each algorithm has only the environments of the source that has the most of them. Authors have
-    different settings, so a mean over environments must not mix them.
-    """
+def published() -> Curves:
+    """Return the curves of returns in results/published.csv."""
     curves: Curves = defaultdict(lambda: defaultdict(dict))
     with (RESULTS / "published.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    envs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for row in rows:
-        envs[row["algo"]][row["source"]].add(row["env"])
-    for row in rows:
-        of_sources = envs[row["algo"]]
-        if not one_source or row["source"] == max(of_sources, key=lambda source: len(of_sources[source])):
+        for row in csv.DictReader(file):
             curves[row["algo"], row["env"]][row["seed"]][int(row["step"])] = float(row["return"])
     return curves
 
