@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -28,6 +29,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         aside.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def prepare_output(path: Path, flag: str) -> None:
+    """Make the folder of a file that is written after long work.
+
+    Raises InputError, which names `flag`, if the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "Is not a regular file")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}): give another {flag}") from None
 
 
 @contextlib.contextmanager

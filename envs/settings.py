@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import InputError
+from common.messages import log
 from envs.make import find, make, make_vector
 
 # Arguments of `make` and `make_vector` themselves. No environment's constructor can get them.
@@ -24,13 +25,18 @@ def require_constructor_arguments(kwargs: Mapping[str, Any]) -> None:
 
 
 def settings_in(
-    env_id: str, asked: dict[str, Any], made_in: str | None, made_with: dict[str, Any] | None, what: str
+    env_id: str,
+    asked: dict[str, Any],
+    made_in: str | None,
+    made_with: dict[str, Any] | None,
+    what: str,
+    may_differ: bool = False,
 ) -> dict[str, Any]:
     """Return the `kwargs` of `make` for an environment in which data or a policy is used: `what`, in messages.
 
     It was made in the environment `made_in` with the arguments `made_with`, None if these are not known. They apply
     unless `env_id` is another environment. `asked` are the user's. Raises InputError if these differ, the time limit
-    aside, because observations or rewards would then have another meaning.
+    aside, because observations or rewards would then have another meaning. With `may_differ`, it is a warning.
     """
     require_constructor_arguments(asked)
     if env_id != made_in or made_with is None:
@@ -40,9 +46,12 @@ def settings_in(
     as_text = {k: str(v) for k, v in registered.items() if not fits_json(v)}
     made_with = {k: v for k, v in made_with.items() if v != as_text.get(k)}
     if not is_same_variant(env_id, made_with | asked, made_with):
-        there, here = (json.dumps(k, default=str) for k in (made_with, asked))
+        there, here, both = (json.dumps(k, default=str)[:300] for k in (made_with, asked, made_with | asked))
+        if may_differ:
+            log.warning(f"{what} was made in {env_id} with the arguments {there}, and is used with {both}")
+            return made_with | asked
         raise InputError(
-            f"{what} was made in {env_id} with the arguments {there[:300]}, not {here[:300]}\n"
+            f"{what} was made in {env_id} with the arguments {there}, not {here}\n"
             "leave its settings out to use those, or give other data or another policy"
         )
     return made_with | asked

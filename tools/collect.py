@@ -38,7 +38,7 @@ from envs.make import make, make_vector, unwrapped
 from envs.settings import is_same_variant, require_constructor_arguments
 from offline.arrays import Transitions
 from offline.write import MINARI, Infos, reserved, write_d4rl, write_minari
-from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained
+from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained, require_source
 
 
 @dataclasses.dataclass
@@ -137,6 +137,8 @@ def collect(args: Args) -> None:
 
 def _environment(args: Args, run: Trained | None) -> tuple[str, dict[str, Any]]:
     """Return the environment's id and the arguments of `make`, which are those of the trained policies."""
+    for source in args.policy:
+        require_source(source)
     folders = [run] if run else [read_trained(source) for source in args.policy if is_trained(source)]
     trained_on = (str(folders[0].arguments["env"]) or None) if folders else None
     if run and trained_on and args.env not in (None, trained_on):

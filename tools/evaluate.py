@@ -21,18 +21,19 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import tyro
+from gymnasium.spaces import flatdim
 
 from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError
 from common.evaluate import MAX_EVAL_ENVS, Episode, evaluate
-from common.files import replacing
-from common.messages import print_result
+from common.files import prepare_output, replacing
+from common.messages import log, print_result
 from common.seeding import seeds
 from envs.make import make
 from envs.settings import is_plain
 from offline.scores import reference, scorer
-from tools.policies import Trained, load_policy, read_trained
+from tools.policies import load_agent, load_policy, read_trained
 
 COLUMNS = ("policy", "episode", "seed", "return", "length", "success", "normalized_score")
 HEADINGS = ("policy", "step", "episodes", "mean", "std", "median", "min", "max", "length", "success", "score")
@@ -53,7 +54,8 @@ class Args:
     env: str | None = None
     """Environment to use instead of the run's, with the same observations and actions."""
     env_kwargs: str = "{}"
-    """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
+    """Arguments of the environment's constructor, as a dict in JSON. In the run's environment, the run's are the
+    defaults, and others give a warning."""
     csv: Path | None = None
     """File to write with a row for each episode."""
     json: Path | None = None
@@ -66,17 +68,36 @@ class Args:
             raise InputError("no policy is given: give a run folder, a policy file or a name such as sac/Hopper-v4")
 
 
-def episodes_of(args: Args, trained: Trained, name: str) -> list[tuple[int, Episode]]:
-    """Return each episode of a policy with its seed. Raise InputError if the policy does not fit the environment."""
-    env_id, settings = trained.environment(args.env, args.env_kwargs)
+@dataclass(frozen=True)
+class Plan:
+    """A policy that was read once, and how to evaluate it. It holds no weights, because there may be many policies."""
+
+    name: str
+    step: int
+    env_id: str
+    settings: dict[str, Any]
+    seed: int
+
+
+def plan_of(args: Args, name: str) -> Plan:
+    """Return how to evaluate a policy. Raise InputError if it cannot be read or does not fit the environment."""
+    trained = read_trained(name)
+    env_id, settings = trained.environment(args.env, args.env_kwargs, may_differ=True)
     seed = int(trained.arguments["seed"]) if args.seed is None else args.seed
-    each = seeds(seed, "evaluation", args.episodes)
+    with contextlib.closing(make(env_id, **settings)) as env:
+        load_agent(trained, flatdim(env.observation_space), flatdim(env.action_space), seed)
+    return Plan(name, trained.facts["step"], env_id, settings, seed)
+
+
+def episodes_of(args: Args, plan: Plan) -> list[tuple[int, Episode]]:
+    """Return each episode of a policy with its seed."""
+    each = seeds(plan.seed, "evaluation", args.episodes)
     with contextlib.ExitStack() as stack:
         envs = [
-            stack.enter_context(contextlib.closing(make(env_id, **settings)))
+            stack.enter_context(contextlib.closing(make(plan.env_id, **plan.settings)))
             for _ in range(min(MAX_EVAL_ENVS, args.episodes))
         ]
-        policy = load_policy(name, envs[0], seed, deterministic=not args.sampled)
+        policy = load_policy(plan.name, envs[0], plan.seed, deterministic=not args.sampled)
         return list(zip(each, evaluate(policy, envs, each), strict=True))
 
 
@@ -98,19 +119,27 @@ def summary(episodes: list[Episode], scores: list[float] | None) -> dict[str, An
 
 
 def main(args: Args) -> list[dict[str, Any]]:
-    """Evaluate all policies, print the table, write the files, and return the table's rows."""
+    """Evaluate all policies, print the table, write the files, and return the table's rows.
+
+    Raise InputError before the first evaluation if a policy cannot be evaluated or a file cannot be written.
+    """
     torch.set_num_threads(1)
+    plans = [plan_of(args, name) for name in args.policies]
+    for flag, path in (("--csv", args.csv), ("--json", args.json)):
+        if path:
+            prepare_output(path, flag)
     found, rows = [], []
-    for name in args.policies:
-        trained = read_trained(name)
-        seeds_used, episodes = zip(*episodes_of(args, trained, name), strict=True)
-        env_id, settings = trained.environment(args.env, args.env_kwargs)
-        score = scorer(env_id, reference(env_id)) if is_plain(env_id, settings) else None
+    for plan in plans:
+        seeds_used, episodes = zip(*episodes_of(args, plan), strict=True)
+        score = scorer(plan.env_id, reference(plan.env_id)) if is_plain(plan.env_id, plan.settings) else None
         scores = score(episodes).tolist() if score else None
-        found.append({"policy": name, "step": trained.facts["step"], **summary(list(episodes), scores)})
+        found.append({"policy": plan.name, "step": plan.step, **summary(list(episodes), scores)})
+        if len(plans) > 1:  # the table comes after the last one
+            row = {heading: _text(heading, found[-1][heading]) for heading in HEADINGS[1:]}
+            log.info(f"{plan.name}: {', '.join(f'{heading} {text}' for heading, text in row.items() if text)}")
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):
             success = "" if episode.success is None else int(episode.success)
-            rows.append((name, i, seed, episode.return_, episode.length, success, scores[i] if scores else ""))
+            rows.append((plan.name, i, seed, episode.return_, episode.length, success, scores[i] if scores else ""))
     print_result(table(found))
     if args.csv:
         text = io.StringIO()

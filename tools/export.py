@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from common.acting import Agent
 from common.command_line import command_line
 from common.errors import InputError, RunError
-from common.files import replacing
+from common.files import prepare_output, replacing
 from common.messages import log, print_result
 from common.seeding import seeds
 from envs.make import action_box, make
@@ -52,13 +52,18 @@ class Args:
     policy: Annotated[str, tyro.conf.Positional]
     """Run folder that has a checkpoint, a file of its policy/, or a name such as sac/Hopper-v4 (docs/policies.md)."""
     output: Path | None = None
-    """File to write. By default it is <run>/policy.onnx, or <algorithm>-<env>.onnx here for a policy file."""
+    """File to write, which ends in .onnx. TorchScript is written if ONNX cannot express the policy, and ends in .pt.
+    By default it is <run>/policy.onnx, or <algorithm>-<env>.onnx here for a policy file."""
     sampled: bool = False
     """Export the policy with its exploration noise. By default it acts as in evaluations."""
     env: str | None = None
     """Environment whose action bounds are used instead of those of the run's."""
     env_kwargs: str = "{}"
     """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
+
+    def __post_init__(self) -> None:
+        if self.output and self.output.suffix != ".onnx":
+            raise InputError(f"--output is {self.output}: give a path that ends in .onnx")
 
 
 CANNOT = (RuntimeError, TypeError, NotImplementedError, torch.onnx.errors.OnnxExporterError)  # express a policy
@@ -132,11 +137,12 @@ def main(args: Args) -> Path:
     torch.set_num_threads(1)
     trained = read_trained(args.policy)
     env_id, settings = trained.environment(args.env, args.env_kwargs)
+    output, facts = args.output or trained.output("policy.onnx", env_id), facts_of(trained, env_id)
+    prepare_output(output, "--output")
     box = action_box(env_id, **settings)
     obs = observations(make(env_id, **settings), int(trained.arguments["seed"]))
     agent = load_agent(trained, obs.shape[1], box.shape[0], 0)
     module = Exported(agent, box.low, box.high, args.sampled).eval()
-    output, facts = args.output or trained.output("policy.onnx", env_id), facts_of(trained, env_id)
     data, difference = float32_file(module, obs, facts)
     if not difference <= TOLERANCE:
         data, difference = float64_file(module.double(), obs, facts)
@@ -144,7 +150,6 @@ def main(args: Args) -> Path:
         raise RunError(f"the exported policy differs from the agent by {difference:.1e}: nothing was written")
     if is_torchscript(data):
         output = output.with_suffix(".pt")
-    output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as file:
         file.write(data)
     inputs = ", ".join(["obs", *names_of(draws(module, obs[:1]))])

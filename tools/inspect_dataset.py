@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from common.command_line import command_line
 from common.errors import InputError
-from common.files import replacing
+from common.files import prepare_output, replacing
 from common.messages import print_result
 from offline.dataset import read
 from offline.hdf5 import opened
@@ -296,9 +296,15 @@ def _horizon_of_reference(args: Args) -> int | None:
 
 
 def main(args: Args) -> None:
-    """Print what `args.dataset` holds, and write the files that are asked for."""
+    """Print what `args.dataset` holds, and write the files that are asked for.
+
+    Raise InputError before the data are read if one of these files cannot be written.
+    """
     if args.picture is not None and args.picture.suffix not in ("", ".png", ".pdf", ".svg"):
         raise InputError(f"--picture {args.picture}: give a file that ends in .png, .pdf or .svg")
+    for flag, path in (("--picture", args.picture), ("--json", args.json)):
+        if path is not None:
+            prepare_output(path, flag)
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
     found, returns = facts(recording, reference, args.env), recording.returns()

@@ -3,6 +3,7 @@
 Nothing is ever unpickled: checkpoints and policy files are read as tensors only.
 """
 
+import difflib
 import importlib
 import json
 from collections.abc import Callable
@@ -62,11 +63,13 @@ class Trained:
     def __post_init__(self) -> None:
         require(self.arguments, {"seed": int}, self.path, "does not name its seed: give another run or policy")
 
-    def environment(self, env: str | None = None, env_kwargs: str = "{}") -> tuple[str, dict[str, Any]]:
+    def environment(
+        self, env: str | None = None, env_kwargs: str = "{}", may_differ: bool = False
+    ) -> tuple[str, dict[str, Any]]:
         """Return `env`, by default the id that it was trained on, and the arguments of `envs.make.make`.
 
         `env_kwargs` is JSON. Raise InputError if no environment is known, or if it is that of the training with other
-        arguments.
+        arguments. With `may_differ`, other arguments give a warning only.
         """
         own = self.arguments.get("env")
         env_id = str(env or own or "")
@@ -75,7 +78,7 @@ class Trained:
         asked: dict[str, Any] = json.loads(json_object("--env-kwargs", env_kwargs))
         if (settings := env_settings(**self.arguments)) and env_id != own:
             log.warning(f"{self.path} was trained in {own} with {settings}, which do not apply to {env_id}")
-        return env_id, settings_in(env_id, asked, own, settings, str(self.path))
+        return env_id, settings_in(env_id, asked, own, settings, str(self.path), may_differ)
 
     def output(self, name: str, env_id: str) -> Path:
         """Return <run>/`name`, or for a policy file <algorithm>-<task> with `name`'s suffix, in the current folder."""
@@ -123,12 +126,24 @@ def load_policy(source: str, env: gym.Env[Any, Any], seed: int, deterministic: b
         trained = read_trained(source)
         agent = load_agent(trained, flatdim(env.observation_space), action_dim, seed)
         return Policy(eval_policy(agent) if deterministic else agent.act, trained.facts)
-    if path.is_file():
-        return Policy(*read_stable_baselines(path, env, generator, deterministic))
-    raise InputError(
-        f'{source} does not exist: give "random", "waypoints" (maze2d), a run folder, a policy file, '
-        "or a Stable-Baselines3 .zip"
-    )
+    require_source(source)
+    return Policy(*read_stable_baselines(path, env, generator, deterministic))
+
+
+def require_source(source: str) -> None:
+    """Raise InputError if `load_policy` finds no such policy."""
+    if source not in ("random", "waypoints") and not is_trained(source) and not Path(source).is_file():
+        raise _missing(
+            source, 'give "random", "waypoints" (maze2d), a run folder, a policy file, or a Stable-Baselines3 .zip'
+        )
+
+
+def _missing(source: str, otherwise: str) -> InputError:
+    """Return the error for a policy that does not exist. It ends with similar names, or `otherwise`."""
+    names = [str(path.relative_to(POLICIES))[: -len(SUFFIX)] for path in sorted(POLICIES.glob(f"*/*{SUFFIX}"))]
+    close = difflib.get_close_matches(source.removesuffix(SUFFIX), names, n=3)
+    cure = f"did you mean {', '.join(close)}?" if close else otherwise
+    return InputError(f"{source} does not exist: there is no such file, folder or policy in results/policies\n{cure}")
 
 
 def is_trained(source: str) -> bool:
@@ -148,6 +163,8 @@ def read_trained(source: str | Path) -> Trained:
     path = Path(source)
     if not path.is_dir() and _named(str(source)).exists():
         path = _named(str(source))
+    if not files.exists(path):
+        raise _missing(str(source), "give a run folder, a policy file, or a name such as sac/Hopper-v4")
     if path.suffix != SUFFIX:
         return read_run(path)
     file = read_policy(path)
@@ -174,6 +191,7 @@ def read_run(folder: Path) -> Trained:
 
 def load_agent(run: Trained, obs_dim: int, action_dim: int, seed: int) -> Any:
     """Return the trained agent on the CPU. `seed` sets its noise. Raise InputError if the sizes do not fit."""
+    class_name = run.algo.upper().replace("_", "")
     # config.json names the module to import, as an environment's entry point does: algorithms are above this module.
     try:
         if not run.algo.isidentifier():
@@ -183,10 +201,15 @@ def load_agent(run: Trained, obs_dim: int, action_dim: int, seed: int) -> Any:
         arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in run.arguments.items()}
         own_flags = {"run_dir": None, "preset": None, "device": "cpu", "compile": False, "overlap": False, "seed": seed}
         arguments |= {name: value for name, value in own_flags.items() if name in arguments}
-        args, agent_class = module.Args(**arguments), getattr(module, run.algo.upper().replace("_", ""))
+        args, agent_class = module.Args(**arguments), getattr(module, class_name)
         agent = agent_class(args, obs_dim, action_dim, torch.device("cpu"))
         run.restore(agent)
     except (ImportError, AttributeError, KeyError, TypeError) as error:
+        if isinstance(error, AttributeError) and error.name == class_name:
+            raise InputError(
+                f"{run.path} needs the class {class_name}, which algos/{run.algo}.py does not have: "
+                "give its agent this name (docs/your-algorithm.md)"
+            ) from None
         raise InputError(f"{run.path} cannot be read by this version: {type(error).__name__} {error}") from None
     except InputError as error:
         reason = str(error).split("; give another")[0]

@@ -70,7 +70,8 @@ class Args:
     env: str | None = None
     """Environment to use instead of the run's, with the same observations and actions."""
     env_kwargs: str = "{}"
-    """Arguments of that environment's constructor, as a dict in JSON. The run's environment keeps the run's."""
+    """Arguments of the environment's constructor, as a dict in JSON. In the run's environment, the run's are the
+    defaults, and others give a warning."""
 
     def __post_init__(self) -> None:
         at_least(1, episodes=self.episodes)
@@ -87,7 +88,7 @@ def watch(args: Args) -> None:
     """
     torch.set_num_threads(1)
     run = read_trained(args.policy)
-    env_id, settings = run.environment(args.env, args.env_kwargs)
+    env_id, settings = run.environment(args.env, args.env_kwargs, may_differ=True)
     try:
         env = make(env_id, **settings | {"render_mode": None if args.play else "rgb_array"})
     except InputError:

@@ -1,7 +1,9 @@
 """Draw the learning curves of your own runs, as a picture and as a page.
 
-make plot RUNS="runs/sac* runs/td3*"
-make plot RUNS=runs/lr ARGS="--output lr.png"     # all runs below a folder, for example those of a sweep
+    make plot RUNS="runs/sac* runs/td3*"
+    make plot RUNS=runs/lr ARGS="--output lr.png"
+
+A folder stands for all runs below it, for example those of a sweep.
 """
 
 import common.start
@@ -13,9 +15,10 @@ from typing import Annotated
 import tyro
 
 from bench.pages.runs_page import own_lines, own_runs, runs_page
-from bench.report.figures import panels_figure, png
+from bench.report.figures import panels_figure, save
 from common.command_line import command_line
 from common.errors import InputError
+from common.files import prepare_output
 from common.messages import print_result
 
 
@@ -26,17 +29,21 @@ class Args:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run folders, or folders with run folders at any depth below them."""
     output: Path = Path("runs/plot.png")
-    """The picture to write. The page has the same name and ends in .html."""
+    """The picture to write (.png, .pdf, .svg). The page has the same name and ends in .html."""
 
     def __post_init__(self) -> None:
-        if self.output.suffix != ".png":
-            raise InputError(f"--output is {self.output}: give a path that ends in .png")
+        if self.output.suffix not in (".png", ".pdf", ".svg"):
+            raise InputError(f"--output is {self.output}: give a path that ends in .png, .pdf or .svg")
 
 
 def main(args: Args) -> None:
-    """Write the picture and the page. Raises InputError if there is nothing to draw, or if a run is damaged."""
+    """Write the picture and the page.
+
+    Raises InputError if there is nothing to draw, if a run is damaged, or if the picture cannot be written.
+    """
     if not args.runs:
         raise InputError('no run is given: make plot RUNS="runs/sac* runs/td3*"')
+    prepare_output(args.output, "--output")
     runs = own_runs(args.runs)
     lines = own_lines(runs)
     for task, of_task in lines.items():
@@ -45,8 +52,7 @@ def main(args: Args) -> None:
             span = f"{ends[0]:,}" if ends[0] == ends[-1] else f"{ends[0]:,} to {ends[-1]:,}"
             print_result(f"{task}: {line.name}, {len(seeds)} seed{'s' * (len(seeds) > 1)}, to step {span}")
     page = args.output.with_suffix(".html")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    png(panels_figure(lines), args.output)
+    save(panels_figure(lines), args.output)
     page.write_text(runs_page(runs, args.output.stem), "utf-8")
     print_result(f"written to {args.output} and {page}")
 

@@ -200,8 +200,9 @@ def points_figure(title: str, label: str, points: Sequence[tuple[Line, Estimate]
     return figure
 
 
-def png(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure in the format of the path's suffix."""
+    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else {})
 
 
 def data_uri(figure: Figure) -> str:

@@ -33,7 +33,7 @@ from bench.report.aggregates import (
     spread_at,
 )
 from bench.report.curves import online, published, successes
-from bench.report.figures import learning_figure, overview_figure, png
+from bench.report.figures import learning_figure, overview_figure, save
 from bench.report.offline_report import (
     ALGORITHMS,
     d3rlpy_table,
@@ -335,9 +335,9 @@ def main(args: Args) -> None:
         write(page, text)
     for (algo, env), seeds in online().items():
         path = RESULTS / algo / f"{env}.png"
-        png(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), path)
+        save(learning_figure(algo, env, seeds, published()[algo, env], (6.0, 3.8)), path)
         print_result(f"report: wrote {path}")
-    png(overview_figure(online(), published()), RESULTS / "overview.png")
+    save(overview_figure(online(), published()), RESULTS / "overview.png")
     print_result(f"report: wrote {RESULTS / 'overview.png'}\nreport: making the page, which takes a minute")
     write(RESULTS / "report.html", whole_page())
 

@@ -17,6 +17,7 @@ from bench.pages import plot
 from bench.pages.plot import Args
 from bench.pages.runs_page import own_lines, own_runs, read_runs
 from bench.report.figures import COLOURS, OTHERS, Line, colours_of, draw_curves, panels_figure
+from common.command_line import parse
 from common.errors import InputError
 
 RETURNS = {0: (1.0, 3.0), 1000: (5.0, 7.0)}
@@ -60,6 +61,21 @@ def test_a_picture_and_a_page_are_written(runs: Path, capsys: pytest.CaptureFixt
         "Walker2d-v4: TD3, 1 seed, to step 1,000",
         f"written to {output} and {output.with_suffix('.html')}",
     ]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_the_suffix_selects_the_format(tmp_path: Path, suffix: str, start: bytes):
+    run = add_with(tmp_path / "a", "sac", 1)
+    plot.main(Args((run,), output := tmp_path / f"mine{suffix}"))
+    assert output.read_bytes().startswith(start)
+    assert output.with_suffix(".html").exists()
+
+
+def test_the_help_has_an_example_in_each_line(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse(Args, ["--help"])
+    shown = capsys.readouterr().out
+    assert len(re.findall("^ +make plot RUNS=", shown, re.MULTILINE)) == 2
 
 
 def test_in_a_locale_without_greek_letters(tmp_path: Path):
@@ -159,4 +175,5 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path):
     torn = add_with(tmp_path / "torn", "sac", 1)
     (torn / "evaluations.csv").write_text("step,episode,return\n0,0,1.0\n100")
     refused("torn/evaluations.csv is damaged: resume the run", torn)
-    refused(r"plot\.pdf: give a path that ends in \.png", torn, output=tmp_path / "plot.pdf")
+    refused(r"plot\.jpg: give a path that ends in \.png, \.pdf or \.svg", torn, output=tmp_path / "plot.jpg")
+    refused(r"/proc/no/x\.png cannot be written .*: give another --output", torn, output=Path("/proc/no/x.png"))

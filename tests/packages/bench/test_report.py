@@ -382,7 +382,7 @@ def test_each_file_that_is_written_is_printed(
         "published": lambda: {("sac", "Hopper-v4"): {}},
         "learning_figure": lambda *given: None,
         "overview_figure": lambda *given: None,
-        "png": lambda figure, path: path.touch(),
+        "save": lambda figure, path: path.touch(),
         "whole_page": lambda: "whole",
     }.items():
         monkeypatch.setattr(report, name, value)

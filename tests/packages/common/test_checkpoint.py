@@ -27,7 +27,7 @@ from algos.sac import SAC, Args
 from common import checkpoint
 from common.checkpoint import restore, state_of
 from common.errors import InputError
-from common.files import replacing
+from common.files import prepare_output, replacing
 from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 
@@ -178,6 +178,19 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path):
         fail()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_output_is_checked_before_the_work(tmp_path: Path):
+    """Its folder is made. A file that is there stays, and so does the rest of the folder."""
+    prepare_output(tmp_path / "new" / "a.csv", "--csv")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "old.csv").write_text("old")
+    prepare_output(tmp_path / "old.csv", "--csv")
+    assert (tmp_path / "old.csv").read_text() == "old"
+    for path, reason in ((tmp_path / "new", "Is not a regular file"), (Path("/proc/x.csv"), "No such"),
+                         (tmp_path / "old.csv" / "x.csv", "exists")):  # fmt: skip
+        with pytest.raises(InputError, match=rf"{path} cannot be written \(.*{reason}.*\): give another --csv"):
+            prepare_output(path, "--csv")
 
 
 SCHEDULES: dict[str, Callable[[Adam], LRScheduler]] = {

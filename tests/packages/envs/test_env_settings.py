@@ -226,15 +226,24 @@ def test_the_box_of_actions_is_that_of_the_variant(tmp_path: Path) -> None:
     np.testing.assert_allclose(load(path).column("actions")[:, 0], actions / 4.0, atol=1e-6)
 
 
-def test_a_policy_acts_in_its_own_variant(small: Callable[..., Any], made: list[dict[str, Any]]) -> None:
-    """Other arguments are refused, and another environment takes the user's."""
+def test_a_policy_acts_in_its_own_variant(
+    small: Callable[..., Any], made: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other arguments give a warning, or are refused for data. Another environment takes the user's."""
     folder = module("sac").train(small(total_steps=60, env_kwargs={"g": 7.0}, time_limit=20)).folder
     made.clear()
     (row,) = evaluate(Evaluation((str(folder),), episodes=2))
     assert row["length"] == 20
     assert all(kwargs == {"g": 7.0, "max_episode_steps": 20} for kwargs in made)
+    made.clear()
+    (row,) = evaluate(Evaluation((str(folder),), episodes=2, env_kwargs='{"g": 5.0}'))
+    assert row["length"] == 20
+    assert all(kwargs == {"g": 5.0, "max_episode_steps": 20} for kwargs in made)
+    there, here = '{"g": 7.0, "max_episode_steps": 20}', '{"g": 5.0, "max_episode_steps": 20}'
+    said = capsys.readouterr().err
+    assert said.count(f"was made in Pendulum-v1 with the arguments {there}, and is used with {here}") == 1
     with pytest.raises(InputError, match="leave its settings out to use those"):
-        evaluate(Evaluation((str(folder),), episodes=2, env_kwargs='{"g": 5.0}'))
+        read_trained(folder).environment(env_kwargs='{"g": 5.0}')
     trained = read_trained(folder / "policy" / "last.safetensors")
     assert trained.environment("Counting-v0", '{"strength": 2.0}') == ("Counting-v0", {"strength": 2.0})
 

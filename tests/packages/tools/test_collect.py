@@ -337,6 +337,8 @@ PENDULUM = ("--env", "Pendulum-v1", "--policy", "random")
         (["--policy", "random", "--output", "x.hdf5"], ["--env"]),
         (["--env", "Pendulm-v1", "--policy", "random", "--output", "x.hdf5"], ["Pendulum-v1"]),
         (["--env", "Pendulum-v1", "--policy", "no.zip", "--output", "x.hdf5"], ["no.zip does not exist"]),
+        (["--policy", "runs/no", "--output", "x.hdf5"], ["runs/no does not exist", '"random"']),
+        (["--policy", "random", "sac/Hoper-v4", "--output", "x.hdf5"], ["did you mean sac/Hopper-v4"]),
         (["--replay", "no", "--output", "x.hdf5"], ["no is not a run folder"]),
         (["--replay", "run", "--output", "x.hdf5", "--seed", "3"], ["--seed", "--replay"]),
     ],

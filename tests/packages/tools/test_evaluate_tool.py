@@ -11,6 +11,7 @@ import gymnasium as gym
 import pytest
 from conftest import Failing, module, some
 
+import tools.evaluate
 from common.errors import InputError
 from tools.evaluate import Args, main
 
@@ -45,7 +46,10 @@ def test_table_and_files(small: Callable[..., Any], tmp_path: Path, capsys: pyte
         assert row["median"] == pytest.approx(statistics.median(returns))
         assert (row["min"], row["max"], row["episodes"]) == (min(returns), max(returns), len(returns))
         assert (row["length"], row["success"], row["score"]) == (200, None, None)
-    printed = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    printed = said.out.splitlines()
+    for line, row in zip(said.err.splitlines()[-2:], found, strict=True):
+        assert line.startswith(f"{row['policy']}: step 60, episodes 5, mean {row['mean']:,.1f}, std {row['std']:,.1f}")
     assert printed[0].split() == ["policy", "step", "episodes", "mean", "std", "median", "min", "max", "length"]
     assert [line.split()[0] for line in printed[1:]] == list(sources)
     assert len({len(line) for line in printed}) == 1
@@ -91,11 +95,22 @@ def test_sampled_actions_and_another_seed_give_other_episodes(small: Callable[..
     [
         ({"policies": ()}, "no policy is given"),
         ({"episodes": 0}, "--episodes is 0"),
-        ({"policies": ("nowhere",)}, "nowhere is not a run folder"),
+        ({"policies": ("nowhere",)}, "nowhere does not exist: .*\ngive a run folder"),
+        ({"policies": ("nowhere.safetensors",)}, "nowhere.safetensors does not exist: .*\ngive a run folder"),
+        ({"policies": ("sac/Hoper-v4",)}, "sac/Hoper-v4 does not exist: .*\ndid you mean sac/Hopper-v4"),
+        ({"csv": Path("/proc/no/x.csv")}, "/proc/no/x.csv cannot be written .*: give another --csv"),
+        ({"json": Path("/proc/no/x.json")}, "/proc/no/x.json cannot be written .*: give another --json"),
         ({"env": "Hopper-v4"}, "does not fit an environment of 11 observations"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(changed: dict[str, Any], said: str, small: Callable[..., Any]) -> None:
+def test_what_cannot_be_evaluated_is_refused(
+    changed: dict[str, Any], said: str, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first evaluation."""
     folder = str(module("sac").train(small(total_steps=60)).folder)
+    monkeypatch.setattr(tools.evaluate, "evaluate", lambda *_: pytest.fail("an evaluation began"))
     with pytest.raises(InputError, match=said):
         main(Args(**{"policies": (folder,)} | changed))
+    if names := changed.get("policies"):  # after one that could be evaluated
+        with pytest.raises(InputError, match=said):
+            main(Args((folder, *names)))

@@ -46,9 +46,9 @@ def test_the_example_of_the_docs_runs_without_this_repository(small: Callable[..
     folder = module("sac").train(small(env="InvertedPendulum-v5", total_steps=60)).folder
     main(Args(str(folder), output=tmp_path / "alone" / "policy.onnx"))
     page = (ROOT / "docs" / "policies.md").read_text()
-    (example,) = re.findall(r"```python\n(import gymnasium.*?)```", page, re.DOTALL)
+    (example,) = re.findall(r"```python\n(import sys.*?)```", page, re.DOTALL)
     (tmp_path / "alone" / "example.py").write_text("import sys\nsys.modules['torch'] = None\n" + example)
-    line = [sys.executable, "-I", "example.py"]
+    line = [sys.executable, "-I", "example.py", "policy.onnx"]
     done = subprocess.run(line, cwd=tmp_path / "alone", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 0
@@ -157,6 +157,23 @@ def test_torchscript_is_written_if_onnx_cannot_express_a_policy(
     obs = torch.randn(1, 3)
     policy = load_policy(str(folder), make("Pendulum-v1"), 0, deterministic=True)
     torch.testing.assert_close(torch.jit.load(path)(obs), 2.0 * torch.from_numpy(policy(obs.numpy())))
+
+
+@pytest.mark.parametrize("name", ["p.pt", "p.safetensors", "p"])
+def test_an_output_of_another_suffix_is_refused(name: str) -> None:
+    """So that a trained policy is not replaced by mistake."""
+    with pytest.raises(InputError, match=rf"--output is {name}: give a path that ends in \.onnx"):
+        Args("nowhere", output=Path(name))
+
+
+@needs_onnx
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = module("sac").train(small(total_steps=60)).folder
+    monkeypatch.setattr(export, "observations", lambda *_: pytest.fail("the work began"))
+    with pytest.raises(InputError, match=r"/proc/no/x\.onnx cannot be written .*: give another --output"):
+        main(Args(str(folder), output=Path("/proc/no/x.onnx")))
 
 
 def test_a_missing_package_is_named(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,16 @@ def test_a_picture_in_any_format(tmp_path: Path) -> None:
         assert (tmp_path / f"a.{kind}").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("flag", ["picture", "json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    flag: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = str(make(tmp_path / "a.hdf5", "..t"))
+    with pytest.raises(InputError, match=rf"/proc/no/x\.png cannot be written .*: give another --{flag}"):
+        main(Args(path, **{flag: Path("/proc/no/x.png")}))
+    assert capsys.readouterr().out == ""
+
+
 def test_what_cannot_be_drawn_or_compared_is_refused(tmp_path: Path) -> None:
     path, nothing = (str(make(tmp_path / f"{name}.hdf5", "..t", **rows))
                      for name, rows in (("a", {}), ("b", {"observations": np.full((3, 2), np.nan)})))  # fmt: skip

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import pickle
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -380,6 +382,17 @@ def test_what_is_no_policy(tmp_path: Path):
                         "flipped.zip": "not a complete", "other.zip": "policy.pth"}.items():  # fmt: skip
         with pytest.raises(InputError, match=named):
             load_policy(str(tmp_path / name), PENDULUM, 0, deterministic=True)
+
+
+def test_an_algorithm_without_the_class_of_its_name(small, monkeypatch: pytest.MonkeyPatch):
+    """Its file trains, but tools find the agent by the file's name."""
+    folder = module("sac").train(small(total_steps=60, eval_episodes=0)).folder
+    monkeypatch.setitem(sys.modules, "algos.sac_l2", SimpleNamespace(Args=module("sac").Args, SAC=module("sac").SAC))
+    config = json.loads((folder / "config.json").read_text())
+    del config["crc32"]
+    (folder / "config.json").write_text(json.dumps(config | {"algo": "sac_l2"}))
+    with pytest.raises(InputError, match=r"needs the class SACL2, which algos/sac_l2\.py does not have: give its"):
+        load_policy(str(folder), PENDULUM, 0, deterministic=True)
 
 
 def test_run_folders_that_do_not_fit(small):

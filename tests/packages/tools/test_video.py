@@ -72,6 +72,14 @@ def test_the_episodes_of_the_evaluations_are_filmed(run: Path, film: Film, capsy
     assert (run / "new" / "other.mp4").exists()
 
 
+def test_other_arguments_of_its_own_environment(run: Path, film: Film, capsys: pytest.CaptureFixture[str]):
+    """They are used with a warning, as in evaluations."""
+    watch(Args(run, env_kwargs='{"action_repeat": 5}'))
+    said = capsys.readouterr()
+    assert "length 1\n" in said.out
+    assert 'was made in Drawn-v0 with the arguments {}, and is used with {"action_repeat": 5}' in said.err
+
+
 def test_a_fast_environment_is_not_drawn_at_every_step(run: Path, film: Film, capsys: pytest.CaptureFixture[str]):
     """Of 125 steps a second, every third is drawn. So the video is as long as the episodes."""
     watch(Args(run, env="Fast-v0", episodes=2))
