@@ -112,10 +112,9 @@ def defaults_of(algo: str) -> dict[str, Any]:
     return found
 
 
-def own_lines(runs: list[OwnRun]) -> dict[str, dict[Line, dict[str, Curve]]]:
-    """Return for each task the curves of each line by seed: one line for each algorithm and set of flags.
+def differing_flags(runs: list[OwnRun]) -> dict[Path, str]:
+    """Return for each run's folder the flags in which runs of its algorithm on its task differ, such as "gamma 0.9".
 
-    An algorithm has one colour. Its line style and label distinguish flags, if runs on the same task differ in them.
     A flag that an older run does not have counts as its default.
     """
     flags: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -123,13 +122,22 @@ def own_lines(runs: list[OwnRun]) -> dict[str, dict[Line, dict[str, Curve]]]:
     flags_of = {run.folder: {k: v for k, v in defaults_of(run.algo).items() if k in known} | run.flags for run in runs}
     for run in runs:
         flags[run.task, run.algo].append(flags_of[run.folder])
-    named: dict[Path, str] = {}  # the label of each run's flags
+    named: dict[Path, str] = {}
     for run in runs:
         alike = flags[run.task, run.algo]
         own = flags_of[run.folder]
         names = [name for name in sorted(own) if all(name in o for o in alike)]
         names = [name for name in names if any(o[name] != own[name] for o in alike)]
         named[run.folder] = ", ".join(f"{name.replace('_', '-')} {own[name]}" for name in names)
+    return named
+
+
+def own_lines(runs: list[OwnRun]) -> dict[str, dict[Line, dict[str, Curve]]]:
+    """Return for each task the curves of each line by seed: one line for each algorithm and set of flags.
+
+    An algorithm has one colour. Its line style and label distinguish flags, if runs on the same task differ in them.
+    """
+    named = differing_flags(runs)
     colours = colours_of({run.algo for run in runs})
     variants = {algo: sorted({named[run.folder] for run in runs if run.algo == algo}) for algo in colours}
     lines: dict[str, dict[Line, dict[str, Curve]]] = {}

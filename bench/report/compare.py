@@ -3,8 +3,9 @@
     python bench/report/compare.py results --names sac td3 --tasks Hopper-v4     # tests the existing runs
     make compare SUITE=online-1m ARGS="--names sac td3 --tasks Hopper-v4"     # runs more seeds until it is decided
 
-Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz. Seeds 1 to N are the first interim's, N +
-1 to 2N the second's, and so on, so no seed is chosen by its score. docs/compare.md explains what is guaranteed.
+Scores are read from <folder>/<name>/<task>/<seed>/evaluations.csv or .csv.gz, or else from the run folders in <folder>.
+Seeds 1 to N are the first interim's, N + 1 to 2N the second's, and so on, so no seed is chosen by its score.
+docs/compare.md explains what is guaranteed.
 """
 
 import common.start
@@ -12,7 +13,7 @@ import common.start
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +21,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
+from bench.pages.runs_page import differing_flags, read_runs
 from bench.report.adastop import Design, Found, Pair, Scores, decide
 from bench.report.archive_run import KEPT_EVALUATIONS
 from bench.report.curves import at
@@ -41,7 +43,7 @@ class Args:
     """Runs to compare, and the design of the test."""
 
     folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
-    """Folder that holds <name>/<task>/<seed>/, or with --suite <suite>/<name>/<task>/<seed>/."""
+    """Folder that holds <name>/<task>/<seed>/, or run folders, or with --suite <suite>/<name>/<task>/<seed>/."""
     suite: str | None = None
     """Suite from which to run the seeds that are needed. Without it, they are only printed."""
     names: tuple[str, ...] = ()
@@ -86,10 +88,11 @@ def compare(args: Args) -> Comparison:
     there = [] if args.names and args.tasks else runs_in(args.folder)
     names, tasks = chosen(args, str(args.folder), there)
     pairs = [pair for pair in itertools.combinations(names, 2) if args.against in (None, *pair)]
+    files = evaluations_in(args.folder)
     scores: dict[Run, float] = {}
     steps: dict[str, int | None] = {}
     for task in tasks:
-        read, steps[task] = read_scores(args, names, task)
+        read, steps[task] = read_scores(args, files, names, task)
         scores.update(read)
     blocks = {name: _blocks(scores, name, tasks, args.design) for name in names}
     return Comparison(names, tasks, steps, scores, decide(blocks, pairs, args.design), args.design)
@@ -97,19 +100,34 @@ def compare(args: Args) -> Comparison:
 
 def runs_in(folder: Path) -> list[tuple[str, str]]:
     """Return the (name, task) of every run in a folder, sorted. Raise InputError if it holds none or is absent."""
-    paths = {path.parent.parent for task in folder.glob("*/*") for path in evaluations_in(task)}
-    if not paths:
+    found = {(name, task) for name, task, _ in evaluations_in(folder)}
+    if not found:
         raise InputError(
-            f"{folder} holds no run, <name>/<task>/<seed>/evaluations.csv: give the folder of a sweep's suite, or the "
-            "--suite to run"
+            f"{folder} holds no run, neither <name>/<task>/<seed>/ nor a run folder: give the folder of a sweep's "
+            "suite, or the --suite to run"
         )
-    return sorted((path.parent.name, path.name) for path in paths)
+    return sorted(found)
 
 
-def evaluations_in(task: Path) -> list[Path]:
-    """Return the file of evaluations of each run of a task. A copy under another name is not one."""
-    found = {path.parent: path for name in reversed(EVALUATIONS) for path in task.glob(f"*/{name}")}
-    return list(found.values())
+def evaluations_in(folder: Path) -> dict[Run, Path]:
+    """Return the file of evaluations of each run in a folder. A copy under another name is not one.
+
+    Runs are those of a sweep, <name>/<task>/<seed>. If there are none, they are the run folders that the folder itself
+    holds, whose name is the algorithm and the flags in which they differ. Raise InputError if two of these are alike.
+    """
+    swept = {path.parent: path for name in reversed(EVALUATIONS) for path in folder.glob(f"*/*/*/{name}")}
+    if swept:
+        seeds = {run: path for run, path in swept.items() if run.name.isdecimal()}
+        return {(run.parts[-3], run.parts[-2], int(run.name)): path for run, path in seeds.items()}
+    single = {path.parent: path for name in reversed(EVALUATIONS) for path in folder.glob(f"*/{name}")}
+    runs = read_runs(sorted(run for run in single if (run / run_folder.CONFIG).exists()))
+    flags, found = differing_flags(runs), dict[Run, Path]()
+    for run in runs:
+        name, seed = ", ".join(filter(None, (run.algo, flags[run.folder]))), run.config["arguments"].get("seed", 0)
+        if other := found.get((name, run.task, seed)):
+            raise InputError(f"{other.parent} and {run.folder} have the same flags and seed: move one of them away")
+        found[name, run.task, seed] = single[run.folder]
+    return found
 
 
 def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -131,19 +149,20 @@ def chosen(args: Args, where: str, there: Sequence[tuple[str, str]]) -> tuple[tu
     return names, tasks
 
 
-def read_scores(args: Args, names: Iterable[str], task: str) -> tuple[dict[Run, float], int | None]:
-    """Return the score of each finished run on a task, by (name, task, seed), and the step of the scores.
+def read_scores(
+    args: Args, files: dict[Run, Path], names: Collection[str], task: str
+) -> tuple[dict[Run, float], int | None]:
+    """Return the score of each finished run of these names on a task, and the step of the scores.
 
     Runs that have not reached that step, or that have a checkpoint and no DONE, are left out.
     """
     curves, ends = {}, []
-    for name in names:
-        for path in evaluations_in(args.folder / name / task):
-            unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
-            if path.parent.name.isdecimal() and not unfinished:
-                run_folder.require_unchanged(path.parent)
-                curve = curves[name, task, int(path.parent.name)] = read_curve(path, args.column)
-                ends.append(_end(path.parent, max(curve)))
+    for run, path in files.items():
+        unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
+        if run[0] in names and run[1] == task and not unfinished:
+            run_folder.require_unchanged(path.parent)
+            curve = curves[run] = read_curve(path, args.column)
+            ends.append(_end(path.parent, max(curve)))
     if not curves:
         return {}, args.step
     # Of equally long runs, those with several environments may end a little later.

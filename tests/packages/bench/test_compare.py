@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from stand_ins import HEADER, write_run
+from test_runs_page import add
 
 from bench.report import compare
 from bench.report.compare import Args, Run, next_seeds, read_curve, until_decided
@@ -234,6 +235,36 @@ def test_runs_as_they_are_kept(tmp_path: Path):
         path.with_suffix(".csv.gz").write_bytes(damaged)
         with pytest.raises(InputError, match=r"evaluations\.csv\.gz"):
             compare.compare(Args(tmp_path))
+
+
+def test_single_runs_are_found_by_their_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Their folders may have any name. A deeper folder of a sweep is not read, nor an unfinished run."""
+    for seed in (1, 2, 3):
+        add(tmp_path / f"sac__Hopper-v4__{seed}", "sac", "Hopper-v4", seed, {0: (0.0,), 1000: (10.0 * seed,)})
+        add(tmp_path / f"mine-{seed}", "td3", "Hopper-v4", seed, {0: (0.0,), 1000: (1.0 * seed,)})
+    add(tmp_path / "smoke" / "sac" / "Hopper-v4" / "1", "sac", "Hopper-v4", 1, {0: (0.0,), 1000: (7.0,)})
+    (tmp_path / "mine-3" / "checkpoint").mkdir()
+    (tmp_path / "mine-3" / "DONE").unlink(missing_ok=True)
+    compare.main(Args(tmp_path, names=("sac", "td3"), tasks=("Hopper-v4",)))
+    assert "sac against td3: undecided; mean 20.0 (3 runs) and 1.5 (2 runs)\n" in capsys.readouterr().out
+    assert compare.runs_in(tmp_path) == [("sac", "Hopper-v4"), ("td3", "Hopper-v4")]
+
+
+def test_single_runs_with_other_flags_have_another_name(tmp_path: Path):
+    """Two runs with the same flags and seed are refused, because only one could count."""
+    for gamma in (0.9, 0.99):
+        add(folder := tmp_path / f"sac-{gamma}", "sac", "Hopper-v4", 1, {1000: (10.0 * gamma,)})
+        config = json.loads((folder / "config.json").read_text())
+        config["arguments"]["gamma"] = gamma
+        (folder / "config.json").write_text(json.dumps(config))
+    found = compare.compare(Args(tmp_path))
+    assert found.scores == {("sac, gamma 0.9", "Hopper-v4", 1): 9.0, ("sac, gamma 0.99", "Hopper-v4", 1): 9.9}
+    config["arguments"]["gamma"] = 0.9
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        InputError, match=r"sac-0\.9 and .*sac-0\.99 have the same flags and seed: move one of them away"
+    ):
+        compare.compare(Args(tmp_path))
 
 
 def test_a_suite_is_run_until_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
