@@ -8,7 +8,7 @@ import re
 import shlex
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -18,6 +18,8 @@ from bench.sweep.sweep_task import ROOT, Job
 from common.arguments import converted, described
 from common.command_line import parse
 from common.errors import InputError
+from common.run_folder import DATASET_FILES
+from envs.make import find
 
 SUITES = ROOT / "bench" / "sweep" / "suites"
 PEER = "d3rlpy-"  # `make d3rlpy` runs these, not a suite
@@ -130,7 +132,8 @@ def planned(suite: str) -> dict[str, dict[str, Planned]]:
 def jobs(suite: str, entries: list[Entry], folder: Path) -> list[Job]:
     """Return every run of a suite, ordered by seed: every configuration runs seed 1 before any runs seed 2.
 
-    Raise InputError if an algorithm does not exist, an algorithm would refuse its flags, or two runs share a folder.
+    Raise InputError if an algorithm or an environment does not exist, an algorithm would refuse its flags, or two runs
+    share a folder.
     """
     count = sum(len(entry.algo) * len(entry.envs + entry.datasets) * len(entry.seeds) for entry in entries)
     if count > MOST_RUNS:
@@ -159,16 +162,31 @@ def _jobs_of(entry: Entry, folder: Path) -> Iterator[Job]:
 
 
 def refuse_wrong_flags(algo: str, command: tuple[str, ...], seed: int) -> None:
-    """Raise InputError now if the command would refuse its flags or the seed, because it may start hours later."""
+    """Raise InputError now if the command would refuse its flags or the seed, because it may start hours later.
+
+    The same holds for an environment that does not exist, unless a module of the user registers it.
+    """
     known = sorted(p.stem for p in (ROOT / "algos").glob("[a-z]*.py"))
     if algo not in known:
         raise InputError(f"there is no {command[0]}: give one of {', '.join(known)}")
     if owned := {"--seed", "--run-dir", "--help", "-h"} & {word.split("=")[0] for word in command}:
         raise InputError(f"{' and '.join(sorted(owned))} in flags: remove them, because the sweep sets them")
     try:
-        parse(importlib.import_module(f"algos.{algo}").Args, (*command[1:], "--seed", str(seed)))
+        args = parse(importlib.import_module(f"algos.{algo}").Args, (*command[1:], "--seed", str(seed)))
+        if args.env and ":" not in args.env:  # a module may be on the cluster's nodes alone
+            find(args.env)
     except InputError as error:
         raise InputError(f"{shlex.join(command)}: {error}") from None
+
+
+def refuse_missing_datasets(found: Iterable[Job]) -> None:
+    """Raise InputError if a job's dataset is a file that does not exist on this machine."""
+    for job in found:
+        _, flag, dataset, *_ = job.command
+        if flag == "--dataset" and dataset.endswith(DATASET_FILES) and not (ROOT / dataset).exists():
+            raise InputError(
+                f"{job.label}: there is no file {ROOT / dataset}: make that dataset (docs/data.md), or give another one"
+            )
 
 
 def has_more_steps(before: str, now: str) -> bool:

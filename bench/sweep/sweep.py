@@ -30,7 +30,7 @@ import tyro
 from filelock import Timeout
 
 from bench.sweep.mps import shared_card
-from bench.sweep.suite import has_more_steps, jobs, read_suite
+from bench.sweep.suite import has_more_steps, jobs, read_suite, refuse_missing_datasets
 from bench.sweep.sweep_task import Job, Outcome, facts, run
 from common.command_line import command_line
 from common.errors import InputError, RunError
@@ -175,8 +175,9 @@ def alone_in(folder: Path) -> Iterator[None]:
 def execute(sweep: Sweep, args: Args) -> None:
     """Run all waiting runs to their end, on Ray. Ctrl-C and SIGTERM stop the running ones, each with a checkpoint.
 
-    Raise InputError if Ray does not start or no cluster answers.
+    Raise InputError if the file of a dataset is missing, Ray does not start, or no cluster answers.
     """
+    refuse_missing_datasets(sweep.waiting)
     address = os.environ.get("RAY_ADDRESS", "local")  # Ray's default may find a cluster that runs here by chance
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == "local":  # its own token keeps other users of this machine out, and leaves no file in the home folder

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -30,6 +31,12 @@ from common.errors import InputError
 @pytest.fixture
 def suite(tmp_path: Path) -> Callable[[str], str]:
     return partial(write_suite, tmp_path)
+
+
+def table(page: str) -> list[list[str]]:
+    """Return the cells of every table's row on a page."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def commands(path: str, folder: Path = Path("/runs")) -> list[str]:
@@ -97,6 +104,8 @@ class TestSuites:
             (f"[[runs]]\nalgo = 'sac'\nenvs = 'Hopper-v4'\ngpus = {10**400}", "gpus is 1000.*: give a number"),
             ("runs = " + "[" * 5_000, "mine.toml: maximum recursion depth"),
             ("runs = [1, 2]", r"one or more \[\[runs\]\]"),
+            ("[[runs]]\nalgo = 'sac'\nenvs = 'Pendulum-v9'", r"no environment Pendulum-v9\. Did you mean Pendulum-v1"),
+            ("[[runs]]\nalgo = 'iql'\ndatasets = 'a.hdf5'\nflags = '--env Hoper-v4'", "no environment Hoper-v4"),
             ("[[runs]]\nalgo = 'sac'\nenvs = ['Hopper-v4', 'Hopper-v4']", "two runs would go into"),
         ],
     )
@@ -181,14 +190,32 @@ class TestSuites:
         (job,) = jobs(*read_suite(path), Path("/my runs"))
         assert job.command[3:5] == ("--init-from", "/my runs/b/a/1")
 
+    def test_a_file_that_does_not_exist_is_refused_before_anything_runs(self, suite, tmp_path: Path, capsys):
+        """A dry run lists its commands, because the file may be on another machine. Ids are no files."""
+        path = suite("""
+            [[runs]]
+            algo = "iql"
+            datasets = ["D4RL/pen/human-v2", "tests/pendulum-random.hdf5", "data/armm.hdf5"]
+            flags = "--env Pendulum-v1"
+        """)
+        sweep.train(Args(path, tmp_path / "runs", dry_run=True))
+        assert len(capsys.readouterr().out.splitlines()) == 3
+        with pytest.raises(InputError, match=r"^iql/armm/1: there is no file .*/data/armm\.hdf5: make that dataset"):
+            sweep.train(Args(path, tmp_path / "runs"))
+        assert not [path for path in tmp_path.glob("runs/mine/*") if path.name != ".lock"]
+
     def test_unknown_suites_are_told_with_those_that_are_there(self):
         with pytest.raises(InputError, match=r"give one of .*smoke"):
             read_suite("smokes")
 
     @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
     def test_our_own_suites_are_right(self, path: Path):
+        """The page lists each, with its number of runs."""
         found = commands(path.stem)
         assert len(found) == len(set(found)) > 0
+        (row,) = [row for row in table("sweeps") if f"`{path.stem}`" in row[0]]
+        names, counts = re.findall(r"`([\w-]+)`", row[0]), row[1].split(", ")
+        assert counts[names.index(path.stem)] == str(len(found))
 
     def test_dry_run_prints_commands_that_a_shell_runs_and_starts_nothing(self, suite, tmp_path: Path, capsys):
         sweep.train(Args(suite(RUN.format(steps=100, seeds=1)), tmp_path / "runs", dry_run=True))

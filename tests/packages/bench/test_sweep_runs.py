@@ -95,14 +95,14 @@ class TestSweeps:
 
     def test_numbers_are_those_of_the_commands_and_a_failure_is_told(self, start, tmp_path: Path):
         path = write_suite(
-            tmp_path, RUN.format(steps=600, seeds=2) + "[[runs]]\nalgo = 'sac'\nname = 'bad'\nenvs = 'Pendulum-v7'\n"
+            tmp_path, RUN.format(steps=600, seeds=2) + "[[runs]]\nalgo = 'sac'\nname = 'bad'\nenvs = 'absent:Own-v0'\n"
         )
         done: list[int] = []
         for _ in range(2):  # the same command again takes up what failed, alone
             process = start(path, tmp_path / "runs", "--cpus", "2")
             said = process.communicate(timeout=300)[0]
             assert process.returncode == 1
-            assert "| sac.py: There is no environment Pendulum-v7" in said
+            assert "| sac.py: The module of absent:Own-v0 cannot be imported" in said
             assert "2 done, 0 running, 0 waiting, 1 failed" in said
             assert "1 of 3 runs failed" in said
             done += [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("runs/**/metrics.csv"))]
