@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import agent_of, command, flags, long, module, small_of, with_flag
+from conftest import agent_of, command, flags, long, module, small_of, updates_of, with_flag
 from d4rl_file import make
-from formulas import Drawn, make_batch
+from formulas import Drawn, make_batch, parameters
 from stand_ins import Counter
 from test_fql import flow_actions, joined, make_agent, values
 from test_resume import assert_kills_change_nothing
@@ -124,6 +124,22 @@ def test_windows_of_one_transition_are_the_transitions():
     assert windows.valid.tolist() == [[1.0]] * 40
     for one, other in zip(windows._replace(valid=None), plain, strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+@chunked
+def test_updates_on_windows_of_one_transition_are_those_without_windows(algo: str):
+    """From the same generator state, bit for bit. Runs with h = 1 have no windows."""
+    rng, buffer = np.random.default_rng(0), ReplayBuffer(40, 3, 2)
+    obs, next_obs = rng.normal(size=(2, 40, 3))
+    buffer.add(obs, rng.uniform(-1, 1, (40, 2)), rng.normal(size=40), next_obs, rng.random(40) < 0.2)
+    agents = agent_of(algo), agent_of(algo)
+    for agent, windows in zip(agents, (None, Windows(1, GAMMA, 1, torch.zeros(40))), strict=True):
+        buffer.windows = windows
+        for online in (False, True, True):
+            updates_of(agent)(buffer.sample(20, agent.generator), online)
+    for (name, plain), (_, windowed) in zip(*map(parameters, agents), strict=True):
+        assert torch.equal(plain, windowed), name
+    assert torch.equal(*(agent.generator.get_state() for agent in agents))
 
 
 @pytest.fixture

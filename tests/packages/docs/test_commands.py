@@ -20,6 +20,7 @@ from pages import commands
 from stand_ins import Film, write_run
 
 from common.command_line import parse
+from common.errors import InputError
 from envs.ogbench import is_task
 
 SHORT = {"total_steps": 64, "eval_every": 64, "eval_episodes": 1}  # the short form of a long training
@@ -38,7 +39,7 @@ def program_and_flags(command: str) -> tuple[Path, list[str]] | None:
     if words[0] == "make":
         shown = subprocess.run(["make", "-n", "-C", str(ROOT), *words[1:]], capture_output=True, text=True, check=False)
         assert shown.returncode == 0, shown.stderr
-        lines = re.findall(r"^\S*/python (.*\.py.*)$", shown.stdout, re.MULTILINE)
+        lines = re.findall(r"^\S*/python (.*\.py.*|-m (?:tools|bench)\..*)$", shown.stdout, re.MULTILINE)
         words = ["python", *shlex.split(lines[-1])] if lines else []
     if words[1:2] == ["-m"]:
         words[1:3] = [words[2].replace(".", "/") + ".py"]
@@ -71,6 +72,15 @@ def test_a_command_of_the_docs_is_accepted(page: str, command: str):
     module = imported(path)
     if "--help" not in flags and hasattr(module, "Args") and "Args)" in path.read_text():
         parse(module.Args, flags)
+
+
+@pytest.mark.parametrize("target", ["ogbench", "soak"])
+def test_a_wrong_flag_of_a_target_that_runs_a_module_is_found(target: str):
+    """Their program is found although `make` prints `python -m`."""
+    found = program_and_flags(f'make {target} ARGS="--no-such-flag 3"')
+    assert found is not None
+    with pytest.raises(InputError, match="--no-such-flag"):
+        parse(imported(found[0]).Args, found[1])
 
 
 def trainings() -> list[str]:

@@ -59,14 +59,19 @@ theirs.main(None)
 
 
 @pytest.mark.skipif(AUTHORS is None, reason="ONRAMP_OGBENCH is no checkout of OGBench's repository")
-@pytest.mark.parametrize("name", [NAME, "cube-single-play", "cube-double-noisy", "scene-play", "puzzle-3x3-noisy"])
+@pytest.mark.parametrize("name", [
+    NAME, "pointmaze-teleport-navigate",
+    *(f"{env}-{kind}" for env in ("cube-single", "cube-double", "scene", "puzzle-3x3") for kind in ("play", "noisy")),
+])  # fmt: skip
 def test_rows_equal_those_of_the_authors_program(name: str, tmp_path: Path) -> None:
     """With one seed, every array of an episode is the same, bit for bit."""
     task, seed = parsed(name), 11
     is_maze = "maze" in name
     flags = {"env_name": f"{task.env}-v0", "save_path": tmp_path / "a.npz", "dataset_type": task.behaviour}
     flags |= {"num_episodes": 1, "max_episode_steps": task.steps}
-    flags |= {"noise": 0.5} if is_maze else {"p_random_action": {"double": 0.1, "3x3": 0.2}.get(name.split("-")[1], 0)}
+    # As in the authors' commands.
+    random_actions = {"play": 0.0, "noisy": 0.2 if task.env.startswith("puzzle") else 0.1}
+    flags |= {"noise": 0.5} if is_maze else {"p_random_action": random_actions[task.behaviour]}
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", DRIVER, f"generate_{'locomaze' if is_maze else 'manipspace'}", str(seed)]
         + [f"--{key}={value}" for key, value in flags.items()],
