@@ -8,7 +8,7 @@ Duan et al. 2023, "Distributional Soft Actor-Critic with Three Refinements", arX
 What differs from sac.py is what the paper and its authors' code change:
 - A critic gives the mean Q and the standard deviation σ of the soft return. The target uses the critic of the smaller
   mean. Q follows the expected target, σ a sampled one, which is clipped to Q ± 3 b.
-- The loss of each transition is scaled by b² / σ². b is a running mean of σ, so nothing depends on the reward's scale.
+- The loss of each transition is scaled by b² / σ². b is a running mean of σ, so the rewards' scale matters much less.
 - The actor has a target too. Actor, temperature and targets move at every second update, and the actor's loss uses the
   critics from before their step.
 - Networks have three hidden layers with GELU. log σ of the policy is clipped to [-20, 0.5].

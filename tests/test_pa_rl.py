@@ -341,3 +341,18 @@ def test_a_trained_base_policy_is_loaded(algo: str, small: Callable[..., Any], t
     with pytest.raises(InputError, match="give the same here"):
         module("pa_rl").train(other)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("algo", "policy", "message"), [("bc", "gaussian", "with --policy gaussian"), ("expo", "flow", "do not fit")]
+)
+def test_a_base_policy_of_another_kind_is_refused(
+    algo: str, policy: str, message: str, small: Callable[..., Any], tmp_path: Path
+):
+    """A mean that cannot be sampled, and a flow with another network."""
+    trained = tmp_path / algo
+    module(algo).train(small(algo, policy=policy, offline_steps=2, online_steps=0, eval_episodes=1, run_dir=trained))
+    other = small("pa_rl", init_from=trained, run_dir=tmp_path / "no", normalize_obs=algo == "bc")
+    with pytest.raises(InputError, match=f"{message}.*: give another --init-from"):
+        module("pa_rl").train(other)
+    assert not (tmp_path / "no").exists()
