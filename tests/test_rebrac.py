@@ -1,6 +1,9 @@
 """ReBRAC against formulas written a second time, known answers, and the authors' settings for each dataset."""
 
+import json
+import os
 import re
+import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import COMMON, PENDULUM, SHARED, final_state, module
+from conftest import COMMON, PENDULUM, ROOT, SHARED, final_state, module
 from formulas import Array, forward, layers, make_batch, parameters, values
 
 from algos.rebrac import PRESETS, REBRAC, Args
@@ -123,6 +126,70 @@ def test_the_weight_has_no_gradient() -> None:
                 sides.append(0.1 * distance - moved.mean() / np.abs(q).mean())
                 weight[i, j] -= step
         assert gradient[i, j].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-4, abs=1e-8)
+
+
+D3RLPY = ROOT / ".venv-d3rlpy" / "bin" / "python"
+# Prints the losses of d3rlpy's ReBRAC, with the weights, the batch and the noise in the file that it is given.
+PEER = """
+import json, sys
+import numpy as np, torch
+import d3rlpy
+from d3rlpy.models import VectorEncoderFactory
+from d3rlpy.torch_utility import TorchMiniBatch
+saved = np.load(sys.argv[1])
+given = {name: torch.from_numpy(saved[name]) for name in saved.files}
+hidden = [16, 16]
+agent = d3rlpy.algos.ReBRACConfig(
+    actor_encoder_factory=VectorEncoderFactory(hidden),
+    critic_encoder_factory=VectorEncoderFactory(hidden, use_layer_norm=True),
+    actor_beta=0.01, critic_beta=0.5, gamma=0.9,
+).create(device="cpu:0")
+agent.create_impl((3,), 2)
+impl, modules = agent.impl, agent.impl._modules
+for name, network in {
+    "actor": modules.policy, "target_actor": modules.targ_policy,
+    "critic": modules.q_funcs, "target_critic": modules.targ_q_funcs,
+}.items():
+    for i, parameter in enumerate(network.parameters()):
+        assert parameter.shape == given[f"{name}{i}"].shape
+        parameter.data.copy_(given[f"{name}{i}"])
+    assert f"{name}{i + 1}" not in given
+    for layer in network.modules():
+        if isinstance(layer, torch.nn.LayerNorm):
+            layer.eps = 1e-6  # d3rlpy's is PyTorch's, ours is Flax's
+torch.randn = lambda *_, **__: given["noise"]
+ones = torch.ones(40, 1)
+batch = TorchMiniBatch(
+    given["obs"], given["actions"], given["rewards"][:, None], given["next_obs"], given["next_actions"], ones,
+    given["terminations"][:, None], ones, "cpu:0",
+)
+critic = impl.compute_critic_loss(batch, impl.compute_target(batch)).critic_loss
+actor = impl.compute_actor_loss(batch, modules.policy(batch.observations)).actor_loss
+print(json.dumps([critic.item(), actor.item()]))
+"""
+
+
+@pytest.mark.skipif(not D3RLPY.exists(), reason="needs d3rlpy: make .venv-d3rlpy/installed")
+def test_losses_equal_those_of_d3rlpy(tmp_path: Path) -> None:
+    """In float32, with the same weights, batch and noise, and our ε in its layer norms."""
+    agent = make_agent(hidden=(16, 16), gamma=0.9, actor_penalty=0.01, critic_penalty=0.5)
+    found: dict[str, Any] = {}
+    for name in ("actor", "target_actor", "critic", "target_critic"):
+        network = getattr(agent, name).float()
+        members = [0, 1] if name.endswith("critic") else [None]
+        parts = [part for member in members for weight, *rest in layers(network, member) for part in (weight.T, *rest)]
+        found |= {f"{name}{i}": part for i, part in enumerate(parts)}
+    generator = torch.Generator()
+    generator.set_state(agent.generator.get_state())
+    found["noise"] = torch.randn((40, 2), generator=generator).numpy()
+    next_actions = torch.from_numpy(np.random.default_rng(7).uniform(-1, 1, (40, 2))).float()
+    batch = Batch(*(part.float() for part in make_batch(40)[:5]), next_actions=next_actions)
+    fields = ("obs", "actions", "rewards", "next_obs", "terminations", "next_actions")
+    np.savez(tmp_path / "given.npz", **found, **{name: getattr(batch, name).numpy() for name in fields})
+    command = [str(D3RLPY), "-c", PEER, str(tmp_path / "given.npz")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": ""})
+    ours = [agent.critic_loss(batch)[0].item(), agent.actor_loss(batch)[0].item()]
+    assert ours == pytest.approx(json.loads(told.stdout.splitlines()[-1]), rel=1e-6)
 
 
 def test_actor_and_targets_move_at_every_second_update_only() -> None:
