@@ -1,10 +1,12 @@
-"""Convert a file of another project into a dataset that `--dataset` takes. Nothing is ever unpickled.
+"""Convert a file of another project, or another kind of dataset, into one that `--dataset` takes.
 
     python -m tools.convert cube.npz --env cube-single-singletask-task2-v0 --output data/cube.hdf5
     python -m tools.convert expert_hopper.npz --env Hopper-v4 --output data/hopper-expert.hdf5
     python -m tools.convert low_dim.hdf5 --obs-keys robot0_eef_pos object --output minari:robomimic/lift-v0
+    python -m tools.convert data/hopper.hdf5 --output minari:mine/hopper-v0
+    python -m tools.convert mine/hopper-v0 --output data/hopper.hdf5
 
-The format is recognised from the contents, and printed. docs/data.md describes the formats.
+The format is recognised from the contents, and printed. docs/data.md describes the formats. Nothing is ever unpickled.
 """
 
 import common.start
@@ -26,11 +28,11 @@ from common.errors import InputError
 from common.messages import log
 from envs.make import make
 from envs.ogbench import is_task
-from offline import d4rl, ogbench
+from offline import d4rl, dataset, ogbench
 from offline.arrays import Array
 from offline.hdf5 import BAD_FILE, kind_of, opened, unreadable
 from offline.npz import Archive
-from offline.write import write_dataset
+from offline.write import MINARI, write_dataset
 
 Arrays = dict[str, Any]  # arguments of `write_dataset`
 
@@ -38,7 +40,7 @@ Arrays = dict[str, Any]  # arguments of `write_dataset`
 @dataclass
 class Args:
     file: Annotated[Path, tyro.conf.Positional]
-    """File to convert."""
+    """File to convert, or the id of a dataset."""
     output: str
     """Dataset to write: a file that ends in .hdf5 (D4RL's layout), or minari:namespace/name-v0."""
     env: str | None = None
@@ -222,6 +224,25 @@ def _joined(demos: list[h5py.Group], group: str, keys: list[str]) -> Array:
     return np.concatenate([np.concatenate(part, axis=1) for part in parts])
 
 
+def of_dataset(args: Args) -> Arrays:
+    """Return all of a dataset that `--dataset` takes, with its environment, box and reference scores."""
+    _leave_out(args, "horizon", "obs_keys")
+    recording = dataset.read(args.file)
+    parts = (np.concatenate(part) for part in zip(*recording.blocks(), strict=True))
+    names = "observations", "actions", "rewards", "next_observations", "terminations"
+    arrays: Arrays = dict(zip(names, parts, strict=True))
+    arrays["episode_ends"] = np.isin(np.arange(len(recording)), recording.ends - 1)
+    if lost := int(np.isfinite(recording.dropped_final_rewards).sum()):
+        log.warning(f"the last steps of {lost:,} episodes have no successor: they are left out")
+    if args.env in (None, recording.env):
+        arrays |= {"env": recording.env, "env_kwargs": recording.env_kwargs, "ref_scores": recording.reference}
+    if recording.untrusted_env and not args.env:
+        log.warning(f"{recording.untrusted_env} is left out: give --env {recording.untrusted_env} to keep it")
+    if recording.box is not None:
+        arrays["action_low"], arrays["action_high"] = recording.box
+    return arrays
+
+
 def _terminations(args: Args, ends: Array) -> Array:
     """Return which steps [n] end an episode before the time limit, if `ends` [n] marks the last step of each."""
     limit = args.horizon
@@ -266,7 +287,9 @@ def read(args: Args) -> tuple[str, Arrays]:
     Raises InputError if the file is missing or damaged, or if its format is unknown.
     """
     if not args.file.is_file():
-        raise InputError(f"there is no file {args.file}")
+        if args.file.suffix in (".npz", ".hdf5", ".h5"):
+            raise InputError(f"there is no file {args.file}")
+        return "a dataset", of_dataset(args)
     try:
         with args.file.open("rb") as file:
             head = file.read(512)
@@ -291,7 +314,9 @@ def _read_hdf5(args: Args) -> tuple[str, Arrays]:
     try:
         with opened(args.file) as file:
             if all(key in file for key in d4rl.KEYS):
-                raise InputError(f"{args.file} is in D4RL's layout already: give it as --dataset")
+                if not args.output.startswith(MINARI):
+                    raise InputError(f"{args.file} is in D4RL's layout already: give it as --dataset")
+                return "D4RL's layout", of_dataset(args)
             demos = [name for name in file.get("data", ()) if name.startswith("demo_")]
             missing = {key for name in demos for key in ROBOMIMIC if key.replace("demo_0", name) not in file}
             if not demos:
@@ -319,9 +344,8 @@ def main(args: Args) -> None:
     """Convert the file. Raises InputError or RunError as `read` and `write_dataset` do."""
     kind, arrays = read(args)
     given = {name: np.squeeze(value) for name in ("action_low", "action_high") if (value := getattr(args, name))}
-    write_dataset(
-        args.output, **arrays | given, env=args.env, ref_scores=args.ref_scores, source=f"{args.file.name}, {kind}"
-    )
+    given |= {name: value for name in ("env", "ref_scores") if (value := getattr(args, name))}
+    write_dataset(args.output, **arrays | given, source=f"{args.file.name}, {kind}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import h5py
 import minari
 import numpy as np
 import pytest
-from conftest import ROOT, bound_by_permissions
+from conftest import PENDULUM, ROOT, bound_by_permissions
 from d4rl_file import make
 from pages import commands
 
@@ -258,6 +258,29 @@ def test_arrays_with_d4rls_names_and_all_facts() -> None:
     assert kind == "named.npz, an npz with D4RL's names"
     main(Args(Path("named.npz"), "minari:mine/named-v0", **BOX))
     assert minari.load_dataset("mine/named-v0").total_steps == 9
+
+
+def test_a_dataset_changes_its_kind_and_back() -> None:
+    """From HDF5 to Minari and back, with environment, its settings, box, scores and every transition."""
+    first = converted(named(), action_low=(-2.0, -1.0), action_high=(2.0, 1.0), ref_scores=(-5.0, 5.0))
+    in_minari = converted(Path("out.hdf5"), "minari:mine/walk-v0")
+    back = converted(Path("mine/walk-v0"), "back.hdf5")
+    for dataset in (in_minari, back):
+        for column in ("obs", "next_obs", "actions", "rewards", "terminations"):
+            assert np.array_equal(dataset.column(column), first.column(column)), column
+        assert (dataset.ends.tolist(), dataset.reference) == (first.ends.tolist(), first.reference)
+    main(Args(PENDULUM, "minari:mine/pendulum-v0", env="Pendulum-v1"))
+    main(Args(Path("mine/pendulum-v0"), "pendulum.hdf5"))
+    assert (load("pendulum.hdf5").env, len(load("pendulum.hdf5"))) == ("Pendulum-v1", len(load(PENDULUM)))
+
+
+def test_code_that_a_dataset_names_is_not_imported(caplog: pytest.LogCaptureFixture) -> None:
+    """It is left out, with the flag that keeps it."""
+    converted(named(), **BOX)
+    with h5py.File("out.hdf5", "a") as file:
+        file.attrs["env"] = "mine:Walk-v0"
+    assert converted(Path("out.hdf5"), "minari:mine/walk-v0").env is None
+    assert "mine:Walk-v0 is left out: give --env mine:Walk-v0 to keep it" in caplog.text
 
 
 def raw_hdf5(**parts: Any) -> Path:
