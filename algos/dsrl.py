@@ -160,8 +160,8 @@ class DSRL:
         """
         obs = self.obs_normalizer(obs)
         if not self.steers:
-            default = torch.Generator(self.device).manual_seed(0) if deterministic else self.generator
-            return self.base_actions(obs, self.normal(obs, generator or default))
+            generator = generator or (torch.Generator(self.device).manual_seed(0) if deterministic else self.generator)
+            return self.base_actions(obs, self.normal(obs, generator))
         noise = self.actor(obs).mode if deterministic else self.actor(obs).sample(self.generator)
         return self.base_actions(obs, self.b * noise)
 

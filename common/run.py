@@ -146,10 +146,9 @@ class Run:
         """
         if getattr(self.args, "normalize_obs", False) and not hasattr(agent, "obs_normalizer"):
             raise InputError(f"--normalize-obs has no effect on {self.algo}: leave it out")
-        if self._file and type(agent).__name__ != (wanted := self.algo.upper().replace("_", "")):
-            raise InputError(
-                f"{self._file.name} has the class {type(agent).__name__}: call it {wanted}, as tools expect"
-            )
+        wanted, classes = self.algo.upper().replace("_", ""), [each.__name__ for each in type(agent).__mro__]
+        if self._file and wanted not in classes:
+            raise InputError(f"{self._file.name} has the class {classes[0]}: call it {wanted}, as tools expect")
         self._agent, self._rollout, self._parts = agent, rollout, parts
         self.launch.agent = agent
         steps, flag = self._idle_steps

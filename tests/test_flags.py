@@ -367,7 +367,8 @@ def test_every_number_is_held_in_the_bounds_of_its_annotation(algo: str):
         (["--track", "True"], "Unrecognized options: True (a switch takes no value: --flag or --no-flag)\nsee --help"),
         (
             ["--hidden", "[16, 16]"],
-            "arguments: ['[16, 16]'] (give several numbers with spaces between them)\nsee --help",
+            "Error parsing --hidden: Could not find valid parse for arguments: ['[16, 16]'] (give several numbers with "
+            "spaces between them)\nsee --help",
         ),
         (["--actor-lr", "x"], "Error parsing --actor-lr: could not convert string to float: 'x'\nsee --help"),
         (["--actor-lr"], "Missing value for argument '--actor-lr'. Expected 1 values.\nsee --help"),

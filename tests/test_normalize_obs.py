@@ -162,8 +162,8 @@ def test_an_algorithm_that_ignores_the_flag_is_refused(small: Callable[..., Any]
     args = small(normalize_obs=True)
     agent = SAC(args, 3, 1, torch.device("cpu"))
     del agent.obs_normalizer
-    with pytest.raises(InputError, match="--normalize-obs has no effect on mine: leave it out"):
-        Run("mine", args).resume(agent=agent, rollout=Rollout(args.env, args))
+    with pytest.raises(InputError, match="--normalize-obs has no effect on sac: leave it out"):
+        Run("sac", args).resume(agent=agent, rollout=Rollout(args.env, args))
     assert not args.run_dir.exists()
 
 

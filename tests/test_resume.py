@@ -363,7 +363,7 @@ def test_a_run_made_meanwhile_by_another_command_is_kept(small):
     waiting = Run("sac", small(gamma=0.9))
     module("sac").train(small(gamma=0.5))
     with pytest.raises(InputError, match=r"gamma \(0.5 there, 0.9 here\)"):
-        waiting.resume(agent=None, rollout=Mock())
+        waiting.resume(agent=type("SAC", (), {})(), rollout=Mock())
 
 
 def test_what_a_checkpoint_needs_is_on_the_disk_before_it(small, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from conftest import arguments_of, contents, flags, killed_at, module
 
 from bench.pages.runs_page import read_runs
 from bench.report.archive_run import keep, kept_runs
-from bench.report.compare import Args, read_scores
+from bench.report.compare import Args, compare
 from common import checkpoint
 from common.errors import InputError
 from common.run_folder import read_last_evaluation, require_unchanged
@@ -86,7 +86,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "the same command": lambda folder: module("sac").train(small_args(run_dir=folder)),
     "more steps": lambda folder: module("sac").train(small_args(run_dir=folder, total_steps=500)),
     "archive_run": lambda folder: keep(folder, Path("kept")),
-    "compare": lambda folder: read_scores(Args(folder.parents[2]), ["sac"], "Pendulum-v1"),
+    "compare": lambda folder: compare(Args(folder.parents[2], names=("sac", "td3"), tasks=("Pendulum-v1",))),
     "report": lambda folder: read_runs([folder]),
 }
 

@@ -201,7 +201,7 @@ def test_changed_bits_of_a_policy_are_noticed(small: Callable[..., Any]) -> None
 
 
 def test_a_file_that_is_missing_or_a_name_that_is_unknown(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no file"):
+    with pytest.raises(InputError, match="does not exist: there is no such file"):
         read_trained(tmp_path / "policy.safetensors")
     with pytest.raises(InputError, match="sac/Nowhere-v0"):
         load_policy("sac/Nowhere-v0", PENDULUM, 0, deterministic=True)
