@@ -18,8 +18,10 @@ from common.networks import Linear, glorot, mlp
 from common.onednn import linear
 
 # Algorithms whose base policy others can take over, and its name there if it is not "base".
-BASES = {"bc": {"actor": "base"}, "expo": {"base_average": "base"}, "fql": {"flow": "base"}, "ifql": {"flow": "base"}}
-BASES["dsrl"] = {}
+BASES: dict[str, dict[str, str]] = {
+    "bc": {"actor": "base"}, "dsrl": {}, "expo": {"base_average": "base"}, "fql": {"flow": "base"},
+    "ifql": {"flow": "base"},
+}  # fmt: skip
 
 
 def dense(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, swish: bool = False) -> Tensor:

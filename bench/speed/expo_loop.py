@@ -9,21 +9,18 @@ import copy
 import itertools
 import math
 import random
-import sys
 
-import gymnasium
-import numpy as np
 import torch
 import torch.nn.functional as F
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 from torch.distributions import Normal
 
+from bench.speed.online_loop import run
 from common.layers import EPSILON
-from common.replay_buffer import Batch, ReplayBuffer
+from common.replay_buffer import Batch
 
 HIDDEN, WIDTH, BLOCKS, CRITICS, DRAWN, STEPS, SAMPLES = 128, 64, 2, 10, 2, 10, 4
-UTD, BATCH, GAMMA, TAU, BASE_TAU, LR, SCALE, RANDOM_STEPS = 4, 256, 0.99, 0.005, 0.001, 3e-4, 0.05, 1024
+UTD, BATCH, GAMMA, TAU, BASE_TAU, LR, SCALE = 4, 256, 0.99, 0.005, 0.001, 3e-4, 0.05
 
 
 def mlp(inputs: int, outputs: int, norm: bool = False) -> nn.Sequential:
@@ -116,6 +113,9 @@ class Loop:
     def drawn(self) -> list[nn.Module]:
         return random.sample([*self.targets], DRAWN)
 
+    def act(self, obs: Tensor) -> Tensor:
+        return self.choose(obs, self.candidates(self.base_average, obs), self.drawn())
+
     def critic_loss(self, batch: Batch, next_actions: Tensor, targets: list[nn.Module]) -> Tensor:
         with torch.no_grad():
             next_inputs = torch.cat([batch.next_obs, next_actions], -1)
@@ -163,25 +163,5 @@ def follow(slow: nn.Module, fast: nn.Module, tau: float) -> None:
         late.lerp_(parameter, tau)
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    env = gymnasium.make(sys.argv[1])
-    obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
-    loop, buffer = Loop(obs_dim, action_dim), ReplayBuffer(1_000_000, obs_dim, action_dim)
-    obs, _ = env.reset(seed=0)
-    for number in itertools.count(1):
-        if number > RANDOM_STEPS:
-            state = torch.as_tensor(obs, dtype=torch.float32)[None]
-            action = loop.choose(state, loop.candidates(loop.base_average, state), loop.drawn()).numpy()
-        else:
-            action = env.action_space.sample()[None]
-        next_obs, reward, terminated, truncated, _ = env.step(action[0])
-        buffer.add(obs[None], action, np.array([reward]), next_obs[None], np.array([terminated]))
-        obs = env.reset()[0] if terminated or truncated else next_obs
-        if number > RANDOM_STEPS:
-            loop.update(buffer.sample(UTD * BATCH, generator))
-
-
 if __name__ == "__main__":
-    main()
+    run(Loop, UTD * BATCH)

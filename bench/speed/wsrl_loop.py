@@ -7,15 +7,12 @@ update is that of `algos/wsrl.py` with its defaults, and so is the replay buffer
 import copy
 import itertools
 import random
-import sys
 
-import gymnasium
-import numpy as np
 import torch
-from gymnasium.spaces import flatdim
 from torch import Tensor, nn
 
-from common.replay_buffer import Batch, ReplayBuffer
+from bench.speed.online_loop import run
+from common.replay_buffer import Batch
 
 HIDDEN, CRITICS, DRAWN, UTD, BATCH, GAMMA, TAU = 256, 10, 2, 4, 256, 0.99, 0.005
 
@@ -43,6 +40,9 @@ class Loop:
         u = normal.rsample()
         actions = torch.tanh(u)
         return actions, (normal.log_prob(u) - torch.log(1 - actions.square() + 1e-6)).sum(-1)
+
+    def act(self, obs: Tensor) -> Tensor:
+        return self.policy(obs)[0]
 
     def update(self, batch: Batch) -> None:
         for part in batch.slices(BATCH):
@@ -75,22 +75,5 @@ class Loop:
         self.alpha_optimizer.step()
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    env = gymnasium.make(sys.argv[1])
-    obs_dim, action_dim = flatdim(env.observation_space), flatdim(env.action_space)
-    loop, buffer = Loop(obs_dim, action_dim), ReplayBuffer(1_000_000, obs_dim, action_dim)
-    obs, _ = env.reset(seed=0)
-    for step in itertools.count(1):
-        with torch.no_grad():
-            action = loop.policy(torch.as_tensor(obs, dtype=torch.float32)[None])[0].numpy()
-        next_obs, reward, terminated, truncated, _ = env.step(action[0])
-        buffer.add(obs[None], action, np.array([reward]), next_obs[None], np.array([terminated]))
-        obs = env.reset()[0] if terminated or truncated else next_obs
-        if step > UTD * BATCH:
-            loop.update(buffer.sample(UTD * BATCH, generator))
-
-
 if __name__ == "__main__":
-    main()
+    run(Loop, UTD * BATCH)
