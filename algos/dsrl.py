@@ -7,7 +7,7 @@ policy stays close to what this base policy has imitated, and the base policy ne
     python algos/dsrl.py --dataset hopper-medium-v2 --chunk 4 --gamma 0.9975
     python algos/dsrl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql
 
-Steps before the switch imitate. With --init-from, the base policy is that of a run of bc, dsrl, expo, fql or ifql.
+Steps before the switch imitate. With --init-from, the base policy is that of a run of bc, expo, fql, ifql or pa_rl.
 DSRL-NA distils critics of noise from critics of actions. DSRL-SAC is SAC whose action is the noise.
 It was written from a description, because the authors' code has no licence. docs/dsrl.md lists the differences.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from common.acting import acting
 from common.arguments import BY_DOMAIN, AnyNumber, Fraction, NonNegativeInt
 from common.command_line import command_line
-from common.diffusion import BASES, DDIM, Denoiser, Flow, Velocity
+from common.diffusion import BASE_NAMES, DDIM, Denoiser, Flow, Velocity
 from common.errors import InputError
 from common.evaluate import Act
 from common.networks import Critic, TanhGaussian, frozen, mlp
@@ -255,7 +255,7 @@ def train(args: Args) -> Result:
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
     form = ("policy", "flow_steps" if args.policy == "flow" else "denoising_steps")
-    data.load_pretrained(agent, BASES, only=("base", "obs_normalizer"), must_match=form)
+    data.load_pretrained(agent, only=("base", "obs_normalizer"), must_match=form, base_names=BASE_NAMES)
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

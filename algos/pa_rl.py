@@ -37,7 +37,7 @@ from common.arguments import (
     OptionalNumber,
 )
 from common.command_line import command_line
-from common.diffusion import BASES, Denoiser, Diffusion, Flow, Velocity
+from common.diffusion import BASE_NAMES, Denoiser, Diffusion, Flow, Velocity
 from common.errors import InputError
 from common.evaluate import Act
 from common.hl_gauss import HistogramCritic, HLGauss, return_range
@@ -328,7 +328,7 @@ def train(args: Args) -> Result:
     sample = partial(data.sample, generator=agent.generator)
     update = run.updater(lambda online, imitate: agent.update(sample(online), online, imitate), agent.generator)
     form = ("policy", "flow_steps" if args.policy == "flow" else "denoising_steps")
-    data.load_pretrained(agent, BASES, only=("base", "obs_normalizer"), must_match=form)
+    data.load_pretrained(agent, only=("base", "obs_normalizer"), must_match=form, base_names=BASE_NAMES)
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -326,7 +326,7 @@ def train(args: Args) -> Result:
     data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator), online), agent.generator)
-    data.load_pretrained(agent, from_algos={"cql": {}, "iql": {}})
+    data.load_pretrained(agent, from_algos=("cql", "iql"))
     run.learns_after(args.warmup_steps, "--warmup-steps")
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 

@@ -17,11 +17,8 @@ from common.layers import EPSILON
 from common.networks import Linear, glorot, mlp
 from common.onednn import linear
 
-# Algorithms whose base policy others can take over, and its name there if it is not "base".
-BASES: dict[str, dict[str, str]] = {
-    "bc": {"actor": "base"}, "dsrl": {}, "expo": {"base_average": "base"}, "fql": {"flow": "base"},
-    "ifql": {"flow": "base"},
-}  # fmt: skip
+# How agents name the policy that imitates, from which others may start. The last that an agent has counts.
+BASE_NAMES = ("actor", "flow", "base", "base_average")
 
 
 def dense(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, swish: bool = False) -> Tensor:

@@ -9,7 +9,6 @@ what is sampled after the switch:
 """
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -147,12 +146,9 @@ class OfflineToOnline(checkpoint.Part):
     """The dataset, the online transitions, and which of them are sampled when."""
 
     schema: ClassVar[Any] = {
-        "dataset": str,
-        "unfinished": [np.ndarray],
-        "rewards": [float],
-        "buffer": ReplayBuffer.schema,
+        "dataset": str, "unfinished": [np.ndarray], "rewards": [float], "buffer": ReplayBuffer.schema,
         "starts?": [bool],
-    }
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -255,21 +251,21 @@ class OfflineToOnline(checkpoint.Part):
         return rollout
 
     def load_pretrained(
-        self, agent: object, from_algos: Mapping[str, Mapping[str, str]] | None = None,
-        only: tuple[str, ...] = (), must_match: tuple[str, ...] = (),
+        self, agent: object, from_algos: tuple[str, ...] = (), only: tuple[str, ...] = (),
+        must_match: tuple[str, ...] = (), base_names: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Give the agent of a new run the networks of `--init-from`, and the moments of their optimisers.
 
-        From a run of one of `from_algos`, take what both have. Its values map names of attributes there to names here.
-        With `only`, take only those attributes, for which rewards do not matter. Both runs must share the arguments
-        `must_match`. Raises InputError if the run does not fit, before `Run.resume` makes a folder.
+        From a run of one of `from_algos`, take what both have. With `only`, take only those attributes; rewards do not
+        matter. Both runs must share the arguments `must_match`. With `base_names`, any algorithm with one of these will
+        do. Its last attribute of these names is `base` here. Raises InputError if it does not fit, and makes no folder.
         """
-        folder = self.args.init_from
-        if folder is None or has_checkpoint(self._folder):
+        if (folder := self.args.init_from) is None or has_checkpoint(self._folder):
             return
         config, own = run_config(folder), self.dataset.rewards
-        algo, was, from_algos = config["algo"], config["arguments"], from_algos or {}
-        if algo not in (known := sorted({self._algo, *from_algos})):
+        algo, was = config["algo"], config["arguments"]
+        known = sorted({self._algo, *from_algos}) + ["an algorithm with a base policy"] * bool(base_names)
+        if algo not in known and not (base_names and was.keys() & {*must_match}):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {' or '.join(known)}")
         for name in (*must_match, "normalize_obs"):
             here, default, flag = getattr(self.args, name), getattr(type(self.args), name), name.replace("_", "-")
@@ -280,7 +276,9 @@ class OfflineToOnline(checkpoint.Part):
         if was.get("env") == self.env and not is_same_variant(self.env, env_settings(**was), self.settings):
             raise InputError(f"{folder} was trained in {self.env} with other arguments: give the same --env-kwargs")
         saved = read_state(folder, agent, "give another --init-from")
-        theirs = {from_algos.get(algo, {}).get(name, name): state for name, state in saved["agent"].items()}
+        theirs = saved["agent"]
+        if bases := [theirs[name] for name in base_names if name in theirs]:
+            theirs["base"] = bases[-1]
         scale, shift = saved.get("data", saved).get("rewards", own)
         if not only and not np.allclose((scale, shift), own):
             flags = f"--reward-scale {scale:g} --reward-shift {shift:g}"

@@ -410,6 +410,7 @@ def test_the_first_temperature_is_1_and_log_std_is_bounded():
 FORMS: dict[str, dict[str, Any]] = {  # of base policies
     "bc": {"policy": "flow", "hidden": (16, 16)}, "fql": {"hidden": (16, 16)},
     "fql chunk": {"hidden": (16, 16), "chunk": 2}, "ifql": {"hidden": (16, 16)}, "dsrl": {"chunk": 2},
+    "pa_rl": {},
     "dsrl diffusion": {"policy": "diffusion", "chunk": 2},
     "bc diffusion": {"policy": "diffusion", "width": 256, "blocks": 3},
     "expo diffusion": {"policy": "diffusion", "width": 256, "blocks": 3},
@@ -434,7 +435,7 @@ def test_a_trained_base_policy_is_loaded_and_stays(base: str, small: Callable[..
         module("dsrl").train(args)
     of_base, of_run = final_state(trained)["agent"], final_state(args.run_dir)["agent"]
     # EXPO acts by the average of its weights.
-    name = {"bc": "actor", "dsrl": "base", "expo": "base_average"}.get(algo, "flow")
+    name = {"bc": "actor", "dsrl": "base", "expo": "base_average", "pa_rl": "base"}.get(algo, "flow")
     assert same(of_base[name], of_run["base"])
     assert same(of_base["obs_normalizer"], of_run["obs_normalizer"])
     assert algo == "bc" or not same(of_base["critic"], of_run["critic"])  # BC has none
@@ -461,7 +462,7 @@ def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., A
     (trained / "config.json").write_text(config_text(config))
     older = small("dsrl", policy=here, init_from=trained, flow_steps=10, denoising_steps=10, normalize_obs=True,
                   run_dir=tmp_path / "other")  # fmt: skip
-    with pytest.raises(InputError, match="do not fit: give another --init-from"):
+    with pytest.raises(InputError, match="by bc: give --init-from a run of dsrl or an algorithm with a base policy"):
         module("dsrl").train(older)
     assert not (tmp_path / "other").exists()
 
