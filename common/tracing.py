@@ -4,6 +4,7 @@ The tracer sees the operations that eager PyTorch would execute, gradients and o
 that exists before the call becomes an input of the graph, and so does every random draw.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,9 @@ class Trace(TorchDispatchMode):
                         _aten.addmm.default: lambda bias, x, y: torch.mm(x, y) + bias,  # added in the activation's loop
                         _aten.index_put.default: _index_put,
                         _aten.mm.default: _mm,
+                        _aten.gelu.default: _gelu,
+                        _aten.gelu_backward.default: _gelu_backward,
+                        _aten.gelu_backward.grad_input: _gelu_backward,
                     },
                     _allow_non_fake_inputs=True,
                 )()
@@ -263,6 +267,27 @@ def _mm(x: Tensor, y: Tensor) -> Any:
     if x.shape[0] == 1:
         return (x.t() * y).sum(0, keepdim=True)
     return NotImplemented
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Any:
+    """Compute GELU's tanh form, x (1 + tanh u) / 2, as x σ(2u), with u = √(2/π) (x + 0.044715 x³).
+
+    Both are the same function, but a compiled tanh takes three times as long as a sigmoid.
+    """
+    return x * torch.sigmoid(_twice_u(x)) if approximate == "tanh" else NotImplemented
+
+
+def _gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none", grad_input: Tensor | None = None) -> Any:
+    """Compute `gradient` times the derivative of `_gelu`, σ + x σ (1 - σ) ∂(2u)/∂x, into `grad_input` if given."""
+    if approximate != "tanh":
+        return NotImplemented
+    share, slope = torch.sigmoid(_twice_u(x)), 2.0 * math.sqrt(2.0 / math.pi) * (1.0 + 3.0 * 0.044715 * x * x)
+    of_x = gradient * share * (1.0 + x * (1.0 - share) * slope)
+    return of_x if grad_input is None else grad_input.copy_(of_x)
+
+
+def _twice_u(x: Tensor) -> Tensor:
+    return 2.0 * math.sqrt(2.0 / math.pi) * x * (1.0 + 0.044715 * x * x)
 
 
 def _index_put(base: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
