@@ -89,6 +89,7 @@ class Trace(TorchDispatchMode):
                         _aten.addmm.default: lambda bias, x, y: torch.mm(x, y) + bias,  # added in the activation's loop
                         _aten.index_put.default: _index_put,
                         _aten.mm.default: _mm,
+                        _aten.tanh_.default: _tanh_,  # of hidden layers; an actor's squashing is not in place
                         _aten.gelu.default: _gelu,
                         _aten.gelu_backward.default: _gelu_backward,
                         _aten.gelu_backward.grad_input: _gelu_backward,
@@ -269,11 +270,13 @@ def _mm(x: Tensor, y: Tensor) -> Any:
     return NotImplemented
 
 
-def _gelu(x: Tensor, *, approximate: str = "none") -> Any:
-    """Compute GELU's tanh form, x (1 + tanh u) / 2, as x σ(2u), with u = √(2/π) (x + 0.044715 x³).
+def _tanh_(x: Tensor) -> Tensor:
+    """Compute tanh x as 2σ(2x) - 1, to 1e-7. A compiled tanh takes three times as long as a sigmoid."""
+    return x.copy_(2.0 * torch.sigmoid(2.0 * x) - 1.0)
 
-    Both are the same function, but a compiled tanh takes three times as long as a sigmoid.
-    """
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Any:
+    """Compute GELU's tanh form, x (1 + tanh u) / 2 with u = √(2/π) (x + 0.044715 x³), as x σ(2u)."""
     return x * torch.sigmoid(_twice_u(x)) if approximate == "tanh" else NotImplemented
 
 
