@@ -21,7 +21,8 @@ import numpy as np
 from common.errors import InputError
 from common.presets import read_preset
 
-MAY_DIFFER = ("run_dir", "run_name", "track", "checkpoint_every")  # arguments that do not change what a run computes
+# Arguments that do not change what a run computes.
+MAY_DIFFER = ("run_dir", "run_name", "track", "checkpoint_every", "log_every")
 LONGEST_LABEL = 60  # characters
 KINDS = {
     int: "a whole number", float: "a number", bool: "True or False", str: "a string", Path: "a path", NoneType: "None",
@@ -277,6 +278,8 @@ class RunArgs(Origin):
     The policy is deterministic, unless it only draws samples (docs/offline-to-online.md)."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
+    log_every: int = 1_000
+    """Steps between two rows of each metric in metrics.csv and TensorBoard."""
     track: bool = False
     """Also log to Weights & Biases."""
 

@@ -36,7 +36,6 @@ from common.updater import Metrics, Updater
 
 A = TypeVar("A")
 R = TypeVar("R")
-LOG_EVERY = 1_000  # steps
 
 
 def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
@@ -291,7 +290,7 @@ class Run:
         if metrics:
             self.logger.progress.begin()
         self.launch.check(now=bool(self._signal) or self.step >= self.last_step)
-        if self._due(LOG_EVERY):
+        if self._due(self.args.log_every):
             self.logger.log(metrics | self._rollout.statistics() | self.timings.take())
             metrics.clear()
         switch = self.args.switch_step

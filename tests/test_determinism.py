@@ -1,5 +1,6 @@
 """The same seed gives the same run, and looking more often changes nothing."""
 
+import csv
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -52,17 +53,24 @@ def seed_global_generators(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002
 
 
+def logged_steps(folder: Path) -> set[int]:
+    """Return the steps at which the run logged its metrics."""
+    with (folder / "metrics.csv").open() as file:
+        return {int(row["step"]) for row in csv.DictReader(file) if row["name"] == "time/steps_per_second"}
+
+
 @every_algorithm
-def test_the_same_seed_is_the_same_run_whatever_is_evaluated_and_saved(algo: str, small, reference):
+def test_the_same_seed_is_the_same_run_whatever_is_logged_evaluated_and_saved(algo: str, small, reference):
     """Bit for bit, evaluations at the same step too. No global generator is used: neither read nor moved."""
     a, rarely = reference(algo)
     seed_global_generators(2)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    b, often = run(small(algo, eval_every=20, checkpoint_every=10, **EPISODES))
+    b, often = run(small(algo, eval_every=20, checkpoint_every=10, log_every=10, **EPISODES))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
     assert {*rarely.splitlines()} < {*often.splitlines()}
     assert len(often.splitlines()) > 2.5 * len(rarely.splitlines())
+    assert logged_steps(a) < logged_steps(b)
     assert same(final_state(a), final_state(b))
     assert replay_bytes(a) == replay_bytes(b)
 
