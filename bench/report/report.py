@@ -97,6 +97,7 @@ def speed_table() -> Table:
 def measured(facts: dict[str, str]) -> str:
     """Return the processor of a measurement, and the form of our updates if it was recorded."""
     cpu = re.sub(r"\(R\)|,.*| Processor", "", facts["processor"])
+    cpu += " without AVX-512" if "avx512f" not in facts.get("instructions", "avx512f") else ""
     return f"{cpu}, {facts['form']}" if "form" in facts else cpu
 
 

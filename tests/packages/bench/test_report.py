@@ -105,11 +105,12 @@ def test_speed_table_is_of_medians_and_of_ratios_within_rounds(tmp_path: Path, m
         "# algorithm: sac on X",
         "# our update alone in ms: 5.0",
         "# processor: Intel(R) Xeon(R) Processor, 2 cores",
+        "# instructions: fma avx avx2",
     ]
     (tmp_path / "speed" / "a.csv").write_text("\n".join(facts + rows))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.speed_table().markdown().splitlines()[2:] == [
-        "| sac on X | Intel Xeon | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"
+        "| sac on X | Intel Xeon without AVX-512 | 150 | 100 | 120 | 1.50 | 1.25 | 1.50 |"
     ]
     assert report.speed_beside("d3rlpy").rows == []
 
