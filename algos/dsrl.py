@@ -7,7 +7,7 @@ policy stays close to what this base policy has imitated, and the base policy ne
     python algos/dsrl.py --dataset hopper-medium-v2 --chunk 4 --gamma 0.9975
     python algos/dsrl.py --dataset scene-play-singletask-task2-v0 --init-from runs/fql
 
-Steps before the switch imitate. With --init-from, the base policy is that of a run of bc, expo, fql, ifql or pa_rl.
+Steps before the switch imitate. --init-from takes the base policy of a run of bc, dsrl, expo, fql, ifql or pa_rl.
 DSRL-NA distils critics of noise from critics of actions. DSRL-SAC is SAC whose action is the noise.
 It was written from a description, because the authors' code has no licence. docs/dsrl.md lists the differences.
 """

@@ -21,7 +21,7 @@ import numpy as np
 from common.errors import InputError
 from common.presets import read_preset
 
-# Arguments that do not change what a run computes.
+# Arguments that do not change what a run computes. A run that diverges ends when it logs a NaN.
 MAY_DIFFER = ("run_dir", "run_name", "track", "checkpoint_every", "log_every")
 LONGEST_LABEL = 60  # characters
 KINDS = {

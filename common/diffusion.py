@@ -17,7 +17,7 @@ from common.layers import EPSILON
 from common.networks import Linear, glorot, mlp
 from common.onednn import linear
 
-# How agents name the policy that imitates, from which others may start. The last that an agent has counts.
+# Attributes that may hold an agent's imitating policy. If an agent has several, the last in this order is used.
 BASE_NAMES = ("actor", "flow", "base", "base_average")
 
 

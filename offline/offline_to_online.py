@@ -257,14 +257,16 @@ class OfflineToOnline(checkpoint.Part):
         """Give the agent of a new run the networks of `--init-from`, and the moments of their optimisers.
 
         From a run of one of `from_algos`, take what both have. With `only`, take only those attributes; rewards do not
-        matter. Both runs must share the arguments `must_match`. With `base_names`, any algorithm with one of these will
-        do. Its last attribute of these names is `base` here. Raises InputError if it does not fit, and makes no folder.
+        matter. Both runs must share the arguments `must_match`. With `base_names`, also take a run of any algorithm
+        with one of these arguments; the last attribute in `base_names` that the run has becomes `base`. Raises
+        InputError if the run does not fit, before `Run.resume` makes a folder.
         """
         if (folder := self.args.init_from) is None or has_checkpoint(self._folder):
             return
         config, own = run_config(folder), self.dataset.rewards
         algo, was = config["algo"], config["arguments"]
-        known = sorted({self._algo, *from_algos}) + ["an algorithm with a base policy"] * bool(base_names)
+        flags = " or ".join(f"--{name.replace('_', '-')}" for name in must_match)
+        known = sorted({self._algo, *from_algos}) + [f"an algorithm with {flags}"] * bool(base_names)
         if algo not in known and not (base_names and was.keys() & {*must_match}):
             raise InputError(f"{folder} was trained by {algo}: give --init-from a run of {' or '.join(known)}")
         for name in (*must_match, "normalize_obs"):

@@ -60,7 +60,7 @@ def logged_steps(folder: Path) -> set[int]:
 
 
 @every_algorithm
-def test_the_same_seed_is_the_same_run_whatever_is_logged_evaluated_and_saved(algo: str, small, reference):
+def test_logging_evaluating_and_saving_often_changes_nothing(algo: str, small, reference):
     """Bit for bit, evaluations at the same step too. No global generator is used: neither read nor moved."""
     a, rarely = reference(algo)
     seed_global_generators(2)

@@ -449,7 +449,7 @@ def test_a_trained_base_policy_is_loaded_and_stays(base: str, small: Callable[..
 
 @pytest.mark.parametrize("policy", ["gaussian", "flow", "diffusion"])
 def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., Any], tmp_path: Path):
-    """Also a run of BC that is older than --policy. The message names the flag, and no folder is made."""
+    """Also a run of BC that is older than --policy and has a mean. The message names the flag; no folder is made."""
     trained, here = tmp_path / "bc", "diffusion" if policy == "flow" else "flow"
     module("bc").train(small("bc", policy=policy, offline_steps=2, online_steps=0, eval_episodes=1, run_dir=trained))
     args = small("dsrl", policy=here, init_from=trained, run_dir=tmp_path / "other")
@@ -462,8 +462,18 @@ def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., A
     (trained / "config.json").write_text(config_text(config))
     older = small("dsrl", policy=here, init_from=trained, flow_steps=10, denoising_steps=10, normalize_obs=True,
                   run_dir=tmp_path / "other")  # fmt: skip
-    with pytest.raises(InputError, match="by bc: give --init-from a run of dsrl or an algorithm with a base policy"):
+    with pytest.raises(InputError, match="by bc: give --init-from a run of dsrl or an algorithm with --policy"):
         module("dsrl").train(older)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_flow_is_refused_where_a_diffusion_is_asked_for(small: Callable[..., Any], tmp_path: Path):
+    """FQL has neither --policy nor --denoising-steps."""
+    trained = tmp_path / "fql"
+    module("fql").train(small("fql", offline_steps=2, online_steps=0, eval_episodes=1, run_dir=trained))
+    args = small("dsrl", policy="diffusion", init_from=trained, run_dir=tmp_path / "other")
+    with pytest.raises(InputError, match=r"by fql: .* an algorithm with --policy or --denoising-steps$"):
+        module("dsrl").train(args)
     assert not (tmp_path / "other").exists()
 
 

@@ -146,7 +146,7 @@ def test_a_path_or_module_that_does_not_exist_is_found(text: str, missing: set[s
 
 
 def test_shared_code_does_not_know_an_algorithm():
-    """`common`, `envs` and `offline` hold its name in no string, so that a new file needs no edit there."""
+    """No string constant of `common`, `envs` or `offline` equals its name, so that a new file needs no edit there."""
     algos = {path.stem for path in (ROOT / "algos").glob("*.py")}
     for path in (path for folder in ("common", "envs", "offline") for path in (ROOT / folder).rglob("*.py")):
         constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))

@@ -175,7 +175,7 @@ def algorithms_table() -> Table:
 def speed_of(algo: str) -> str:
     """Return the ratio of our speed to the fastest peer's with its range over the rounds, or "" if it is not measured.
 
-    Use the measurement with the fewest environments among those that recorded the form of our updates.
+    Use the first file, by name, among those that state the form of our updates.
     """
     for path in sorted((RESULTS / "speed").glob(f"{algo}-*.csv")):
         facts, rates = read_rounds(path)

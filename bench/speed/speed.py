@@ -55,7 +55,7 @@ FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
 ROLLOUT = 2048  # PPO's steps of an iteration, of all environments together
 TRANSITIONS = 1_000_000  # of the random dataset, as many as most of D4RL's have
-WARM_UPDATES = 100  # if nothing is compiled
+WARM_UPDATES = 150  # more than 100, at which a run traces its update again to check it
 WARM_UP_TIMEOUT = 900.0
 
 

@@ -89,12 +89,16 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         ("trained", "algo", "known"),
-        [("bc", "iql", "iql"), ("bc", "expo", "expo"), ("cql", "dsrl", "dsrl or an algorithm with a base policy")],
+        [
+            ("bc", "iql", "iql"),
+            ("bc", "expo", "expo"),
+            ("cql", "dsrl", "dsrl or an algorithm with --policy or --flow-steps"),
+        ],
     )
     def test_another_algorithms_run_is_refused(
         self, small: Any, tmp_path: Path, trained: str, algo: str, known: str
     ) -> None:
-        """Whatever its rewards: those of iql's are scaled. The message says whose runs can be taken."""
+        """Whatever its rewards: those of iql's are scaled. The message names the algorithms whose runs can be taken."""
         first = small(trained, offline_steps=5, online_steps=0, run_dir=tmp_path / "first")
         module(trained).train(first)
         with pytest.raises(InputError, match=f"was trained by {trained}: give --init-from a run of {known}$"):
