@@ -79,7 +79,8 @@ def test_kills_in_every_place_and_at_random_instants(
     is_thorough = algo in some("sac", "wsrl") and (EVERYTHING or (num_envs, vectorizer) == (2, "sync"))
     kills = 4 if is_thorough else 1
     phase = (small_of(algo).get("warmup_steps", 0) or small_of(algo).get("random_steps", 0)) // num_envs
-    total = 1_000 if is_thorough or algo in with_flag("rollout_steps") else 300  # PPO's checkpoints are rarer
+    total = 1_000 if algo in with_flag("rollout_steps") else 300  # PPO's checkpoints are rarer
+    total = 1_500 if is_thorough else total
     arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total, "eval_every": 100,
                  "eval_episodes": 1, "checkpoint_every": 25}  # fmt: skip
     if algo in (EXAMPLE, OFFLINE[0]):  # the smallest networks whose products oneDNN computes
@@ -98,7 +99,7 @@ def test_kills_in_every_place_and_at_random_instants(
         places += [("online step", 1), ("online step", 100)]
     if algo in OFFLINE:
         arguments |= (
-            {"offline_steps": 400, "online_steps": 500} if is_thorough else {"offline_steps": 100, "online_steps": 350}
+            {"offline_steps": 400, "online_steps": 900} if is_thorough else {"offline_steps": 100, "online_steps": 350}
         )
     if not any(isinstance(value, Adam) for value in vars(agent_of(algo)).values()):
         places = [(place, n) for place, n in places if place != "update"]  # which is a call of Adam
