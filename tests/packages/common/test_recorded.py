@@ -77,9 +77,11 @@ def test_a_recorded_update_equals_the_eager_one(algo: str, request: pytest.Fixtu
     for i in range(10):
         online, batch = i % len(recordings) == 1, random_batch(i)
         before = copy.deepcopy(state_of(agent))
-        for start, eager, compiled in recordings[online].compare(*batch):
+        # A bias before a batch normalisation has a gradient of rounding alone, and Adam's step has its sign.
+        noise = recordings[online]._noise(batch) if algo == "crossq" else itertools.repeat(0.0)
+        for (start, eager, compiled), rounding in zip(recordings[online].compare(*batch), noise, strict=False):
             scale = (eager - start).abs().max() + 1e-3 * start.abs().max()
-            assert (compiled - eager).abs().max() <= 1e-3 * scale + 1e-6
+            assert (compiled - eager).abs().max() <= 1e-3 * scale + 1e-6 + rounding
             moving += int((eager - start).abs().max() > 0)
         assert same(before, state_of(agent))
         update(batch, online)
