@@ -7,15 +7,16 @@ import pytest
 from conftest import ROOT, contents
 
 from algos import sac
+from common.errors import RunError
 from common.run import Result
 
 SMALL = 'env="Pendulum-v1", hidden=(16, 16), learning_starts=50, eval_every=100, eval_episodes=1'
 
 
-def search(monkeypatch: pytest.MonkeyPatch, folder: Path, stop_at: int = 0) -> list[int]:
+def search(monkeypatch: pytest.MonkeyPatch, folder: Path, stop_at: int = 0, failing: str = "") -> list[int]:
     """Run it in this folder with four small settings, and return how many steps each training was asked for.
 
-    The training with the number `stop_at` is stopped before its first step.
+    The training with the number `stop_at` is stopped before its first step. The setting `failing` cannot be trained.
     """
     found = re.search(r"```python\n(import csv.*?)```", (ROOT / "docs" / "many-runs.md").read_text(), re.DOTALL)
     assert found
@@ -34,6 +35,8 @@ def search(monkeypatch: pytest.MonkeyPatch, folder: Path, stop_at: int = 0) -> l
         asked.append(args.total_steps)
         if len(asked) == stop_at:
             raise SystemExit
+        if args.run_dir and args.run_dir.name == failing:
+            raise RunError("a loss is not finite")
         return train(args)
 
     folder.mkdir(exist_ok=True)
@@ -53,7 +56,7 @@ def evaluations(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("stop_at", [3, 5, 6])  # in each of the three rounds
+@pytest.mark.parametrize("stop_at", [3, 6])  # in the first and in the last round
 def test_a_search_resumes(stop_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = search(monkeypatch, tmp_path / "a")
     assert undisturbed == [200, 200, 200, 200, 300, 400]
@@ -74,3 +77,15 @@ def test_the_best_setting_continues(
     best = max(at_200, key=at_200.__getitem__)
     assert last == {"0": 200, "1": 200, "2": 200, "3": 200} | {best: 400}
     assert f"400 runs/search/{best} " in capsys.readouterr().out
+
+
+def test_a_failed_setting_is_the_worst(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The setting that would have been the best, so that another one continues."""
+    search(monkeypatch, tmp_path / "all")
+    (best,) = re.findall(r"^400 runs/search/(\d) ", capsys.readouterr().out, re.MULTILINE)
+    assert search(monkeypatch, tmp_path / "failed", failing=best) == [200, 200, 200, 200, 300, 400]
+    said = capsys.readouterr().out
+    assert f"runs/search/{best} a loss is not finite" in said
+    assert re.search(rf"^400 runs/search/(?!{best})\d ", said, re.MULTILINE)
