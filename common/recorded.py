@@ -251,7 +251,7 @@ def _compiled(graph: "GraphModule", inputs: list[Any]) -> Callable[..., list[Ten
 
     patches = {
         "cpp_wrapper": True,  # the calls of the kernels are compiled too
-        "cpp_wrapper_build_separate": True,  # with little optimisation, which they do not need
+        "cpp_wrapper_build_separate": True,  # without most of the optimisation, which only the kernels need
         "pattern_matcher": False,  # its oneDNN fusion wants constant weights
         "cpp.vec_isa_ok": True,  # do not spend a second on trying what the processor reports
         "size_asserts": False,  # the inputs are always the same tensors

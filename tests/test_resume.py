@@ -79,8 +79,7 @@ def test_kills_in_every_place_and_at_random_instants(
     is_thorough = algo in some("sac", "wsrl") and (EVERYTHING or (num_envs, vectorizer) == (2, "sync"))
     kills = 4 if is_thorough else 1
     phase = (small_of(algo).get("warmup_steps", 0) or small_of(algo).get("random_steps", 0)) // num_envs
-    total = 1_000 if algo in with_flag("rollout_steps") else 300  # PPO's checkpoints are rarer
-    total = 1_500 if is_thorough else total
+    total = 1_500 if is_thorough else 1_000 if algo in with_flag("rollout_steps") else 300  # PPO saves more rarely
     arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total, "eval_every": 100,
                  "eval_episodes": 1, "checkpoint_every": 25}  # fmt: skip
     if algo in (EXAMPLE, OFFLINE[0]):  # the smallest networks whose products oneDNN computes
