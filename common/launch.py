@@ -125,8 +125,9 @@ class Launch:
     def check(self, now: bool) -> None:
         """Raise RunError if a recording is out of date: something that it holds as a constant has changed.
 
-        Call it at each report, and `now` before the run stops. It records again, which takes seconds, so it does that
-        `now`, at the 10th and 100th report, and then once a minute, or more rarely to spend a hundredth of the time.
+        Call it at each report, and `now` before the run stops. It calls each function on fake tensors, which takes up
+        to seconds, so it does that `now`, at the 10th and 100th report, and then once a minute, or more rarely to spend
+        a hundredth of the time.
         """
         self._reports += 1
         if not self._recordings:

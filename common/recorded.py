@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from common.parts import compile_parts
-from common.tracing import CannotRecord, Draw, Trace
+from common.tracing import CannotRecord, Draw, Operations, Trace
 
 if TYPE_CHECKING:  # importing it takes a second, which a run that records nothing does not spend
     from torch.fx import GraphModule
@@ -108,7 +108,7 @@ class Recording(Generic[R]):
         If not, it depends on something that has changed and that compiled code holds as a constant.
         """
         with _unchanged(self.owner):
-            return self.trace.equals(Trace(self.function, self.examples))
+            return self.trace.equals(Operations(self.function, self.examples))
 
     def check(self, *arguments: Tensor) -> None:
         """Raise CannotCompile if the compiled code's results differ from the function's by more than rounding.

@@ -51,66 +51,54 @@ class Draw:
         return self.operation, self.args, {k: v for k, v in self.kwargs.items() if k != "generator"}
 
 
-class Trace(TorchDispatchMode):
-    """The operations of a function, as a graph whose inputs are `sources`.
+class Operations(TorchDispatchMode):
+    """The operations of a function, in order, and their sources: what they read from outside of it.
 
     A source is a tensor from outside the function, a draw, or the number of one of the `arguments`. Tensors are
-    replaced by fake ones while tracing, which have shapes but no data, so nothing is computed and nothing changes.
+    replaced by fake ones meanwhile, which have shapes but no data, so nothing is computed and nothing changes.
+    Raises CannotRecord.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         from torch._subclasses import FakeTensorMode
-        from torch.fx.experimental.proxy_tensor import make_fx
 
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.operations: list[tuple[Any, ...]] = []  # with what each was called and what it returned
         self._replaced: dict[Any, tuple[Any, Tensor]] = {}  # a source and its fake tensor, by the source's memory
         self._views: dict[int, Any] = {}  # the one view of each memory
         self._source_of: dict[int, Any] = {}  # by the identity of the fake tensor
         self._written: set[int] = set()  # storages of fake tensors
+        self._order: dict[int, int] = {}  # of the storages, in which they appear
+        self._kept: list[Any] = []  # results, so that no storage gets the identity of an earlier one
         given = [self._fake_of(argument, i) for i, argument in enumerate(arguments)]
         self.spec: TreeSpec  # of the results
         self.numbers: list[Any]  # the results, with the class Tensor for each tensor
-        self.cuts: list[str] = []  # names of the nodes after which `cut` was called
 
         def flat() -> list[Any]:
             with self:
                 results, self.spec = tree_flatten(function(*given))
+            self.operations.append((self.spec, self._described(results)))
             self.numbers = [Tensor if isinstance(result, Tensor) else result for result in results]
             return [result for result in results if isinstance(result, Tensor)]
 
         try:
             with self.fake:
-                traced = make_fx(
-                    flat,
-                    tracing_mode="real",
-                    decomposition_table={
-                        _aten._fused_adamw_.tensor_lr: _adamw,
-                        _aten.addmm.default: lambda bias, x, y: torch.mm(x, y) + bias,  # added in the activation's loop
-                        _aten.index_put.default: _index_put,
-                        _aten.mm.default: _mm,
-                        _aten.tanh_.default: _tanh_,  # of hidden layers; an actor's squashing is not in place
-                        _aten.gelu.default: _gelu,
-                        _aten.gelu_backward.default: _gelu_backward,
-                        _aten.gelu_backward.grad_input: _gelu_backward,
-                    },
-                    _allow_non_fake_inputs=True,
-                )()
-            self.graph = self._with_inputs(traced)
+                self._call(flat)
         except CannotRecord:
             raise
         except Exception as error:  # whatever the function cannot do without data; eager code raises its own faults
             raise CannotRecord(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        self._kept.clear()
 
-    @property
-    def changed(self) -> list[Tensor]:
-        """The tensors from outside that the function changes, also through views."""
-        tensors = [source for source in self.sources if isinstance(source, Tensor)]
-        return [tensor for tensor in tensors if storage(self._replaced[_memory(tensor)][1]) in self._written]
+    def _call(self, flat: Callable[[], list[Any]]) -> None:
+        flat()
 
-    @property
-    def draws(self) -> list[Draw]:
-        return [source for source in self.sources if isinstance(source, Draw)]
+    def equals(self, other: "Operations") -> bool:
+        """Return whether both have the same operations on the same memory, with the same generators."""
+        sources, others = list(self._source_of.values()), list(other._source_of.values())
+        same_operations = self.operations == other.operations and len(sources) == len(others)
+        return same_operations and all(map(_same_source, sources, others))
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,7 +110,10 @@ class Trace(TorchDispatchMode):
             raise CannotRecord(f"{operation} draws without a torch.Generator")
         fakes, fake_kwargs = tree_map(self._fake_of, args), tree_map(self._fake_of, kwargs)
         self._written |= {storage(tensor) for tensor in written(operation, fakes, fake_kwargs)}
+        given = self._described((fakes, fake_kwargs))
         results = operation(*fakes, **fake_kwargs)
+        self.operations.append((operation, given, self._described(results)))
+        self._kept.append(results)
         # `x += 1` rebinds x to the result, which must be the tensor itself and not its fake.
         return args[0] if _is_in_place(operation) and isinstance(args[0], Tensor) else results
 
@@ -148,6 +139,54 @@ class Trace(TorchDispatchMode):
             self._source_of[id(fake)] = value if source is None else source
         return self._replaced[memory][1]
 
+    def _described(self, values: Any) -> str:
+        """Return the values as text, with each tensor as a view of the memory that came n-th."""
+
+        def view(value: Any) -> Any:
+            if isinstance(value, torch.ScriptObject):  # of the profiler's marks; its text would be an address
+                return type(value)
+            if not isinstance(value, Tensor):
+                return value
+            number, *rest = _memory(value)
+            return self._order.setdefault(number, len(self._order)), *rest
+
+        return repr(tree_map(view, values))
+
+
+class Trace(Operations):
+    """The operations of a function as a graph, whose inputs are `sources`."""
+
+    def _call(self, flat: Callable[[], list[Any]]) -> None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        self.cuts: list[str] = []  # names of the nodes after which `cut` was called
+        traced = make_fx(
+            flat,
+            tracing_mode="real",
+            decomposition_table={
+                _aten._fused_adamw_.tensor_lr: _adamw,
+                _aten.addmm.default: lambda bias, x, y: torch.mm(x, y) + bias,  # added in the activation's loop
+                _aten.index_put.default: _index_put,
+                _aten.mm.default: _mm,
+                _aten.tanh_.default: _tanh_,  # of hidden layers; an actor's squashing is not in place
+                _aten.gelu.default: _gelu,
+                _aten.gelu_backward.default: _gelu_backward,
+                _aten.gelu_backward.grad_input: _gelu_backward,
+            },
+            _allow_non_fake_inputs=True,
+        )()
+        self.graph = self._with_inputs(traced)
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """The tensors from outside that the function changes, also through views."""
+        tensors = [source for source in self.sources if isinstance(source, Tensor)]
+        return [tensor for tensor in tensors if storage(self._replaced[_memory(tensor)][1]) in self._written]
+
+    @property
+    def draws(self) -> list[Draw]:
+        return [source for source in self.sources if isinstance(source, Draw)]
+
     def _with_inputs(self, traced: "GraphModule") -> "GraphModule":
         """Return the graph with an input for each tensor from outside, which the tracer made an attribute."""
         graph = traced.graph
@@ -172,12 +211,6 @@ class Trace(TorchDispatchMode):
                 node.replace_all_uses_with(node.args[0])
         graph.set_codegen(torch.fx.graph.CodeGen())
         return torch.fx.GraphModule({}, graph)
-
-    def equals(self, other: "Trace") -> bool:
-        """Return whether both have the same operations on the same memory, with the same generators."""
-        same_code = (self.graph.code, self.numbers) == (other.graph.code, other.numbers)
-        same_code = same_code and len(self.sources) == len(other.sources)
-        return same_code and all(map(_same_source, self.sources, other.sources))
 
 
 def cut() -> None:

@@ -79,7 +79,8 @@ def test_smoke_selects_a_training_of_each_algorithm() -> None:
     """With the command of the page and of the Dockerfile's head. What make exports reaches no other test's make."""
     page = (ROOT / "docs" / "containers.md").read_text()
     assert all('docker run --rm onramp make test ARGS="-k smoke"' in text for text in (page, TEXT))
-    line = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", "smoke", str(ROOT / "tests")]
+    files = [str(ROOT / "tests" / name) for name in ("test_smoke.py", "packages/docs/test_commands.py")]
+    line = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", "smoke", *files]
     exported = {"ARGS": "-k smoke", "MAKEFLAGS": r" -- ARGS=-k\ smoke"}
     done = subprocess.run(line, cwd=ROOT, env=os.environ | exported, capture_output=True, text=True, check=False)
     assert " -k smoke]" not in done.stdout

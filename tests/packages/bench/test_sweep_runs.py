@@ -94,31 +94,26 @@ class TestSweeps:
         wait_for(lambda: not processes(str(tmp_path)))
 
     def test_numbers_are_those_of_the_commands_and_a_failure_is_told(self, start, tmp_path: Path):
-        path = write_suite(
-            tmp_path, RUN.format(steps=600, seeds=2) + "[[runs]]\nalgo = 'sac'\nname = 'bad'\nenvs = 'absent:Own-v0'\n"
-        )
-        done: list[int] = []
-        for _ in range(2):  # the same command again takes up what failed, alone
+        """Twice the same command: it takes up what failed, and what has more steps now, but not what is finished."""
+        absent = "[[runs]]\nalgo = 'sac'\nname = 'bad'\nenvs = 'absent:Own-v0'\n"
+        finished = RUN.format(steps=500, seeds=1) + "name = 'finished'\n"
+        runs, by_hand, ends = tmp_path / "runs/mine", tmp_path / "by-hand/mine", []
+        for steps in (500, 800):
+            path = write_suite(tmp_path, finished + absent + RUN.format(steps=steps, seeds=1))
             process = start(path, tmp_path / "runs", "--cpus", "2")
             said = process.communicate(timeout=300)[0]
             assert process.returncode == 1
             assert "| sac.py: The module of absent:Own-v0 cannot be imported" in said
             assert "2 done, 0 running, 0 waiting, 1 failed" in said
             assert "1 of 3 runs failed" in said
-            done += [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("runs/**/metrics.csv"))]
-        assert done[:2] == done[2:]
-        by_hand = jobs(*read_suite(path), tmp_path / "by-hand")
-        for job in (each for each in by_hand if "bad" not in each.label):
+            ends.append((runs / "finished/Pendulum-v1/1/DONE").stat().st_mtime_ns)
+        assert ends[0] == ends[1]
+        assert "resumes from step 500" in (runs / "sac/Pendulum-v1/1.log").read_text()
+        for job in (each for each in jobs(*read_suite(path), tmp_path / "by-hand") if "bad" not in each.label):
             environment = os.environ | job.environment
             subprocess.run(job.argv, cwd=ROOT, env=environment, check=True, capture_output=True)
-        assert_same(tmp_path / "runs/mine/sac", tmp_path / "by-hand/mine/sac")
-
-    def test_a_suite_with_more_steps_continues_to_them(self, start, tmp_path: Path):
-        for steps in (500, 800):
-            path = write_suite(tmp_path, RUN.format(steps=steps, seeds=1))
-            assert start(path, tmp_path / "runs", "--cpus", "1").wait(timeout=300) == 0
-        assert_same(tmp_path / "runs", train_without_sweep(path, tmp_path / "from-the-start"))
-        assert "resumes from step 500" in (tmp_path / "runs/mine/sac/Pendulum-v1/1.log").read_text()
+        for name in ("sac", "finished"):
+            assert_same(runs / name, by_hand / name)
 
     def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, tmp_path: Path):
         process = start(write_suite(tmp_path, RUN.format(steps=100_000, seeds=3)), tmp_path / "runs", "--cpus", "2")

@@ -285,6 +285,28 @@ def test_another_object_of_the_same_value_is_noticed():
         assert not recording.is_current()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, changed: torch.sub(*(2.0 * x, (3.0 * x).exp())[:: -1 if changed else 1]),
+        lambda x, changed: (2.0 * x)[1 if changed else 0 :][:2].exp(),
+        lambda x, changed: (2.0 * x).view((1, 3) if changed else (3, 1)).exp(),
+        lambda x, changed: x.clamp(max=2.0 if changed else 1.0),
+        lambda x, changed: (x.sin(), x.cos())[:: -1 if changed else 1],
+        lambda x, changed: {"b" if changed else "a": x + 1.0},
+        lambda x, changed: (x + 1.0, 2.0 if changed else 1.0),
+    ],
+    ids=["operands", "view", "shape", "constant", "order of results", "name of a result", "number in the results"],
+)
+def test_another_graph_is_noticed(function: Callable[[Tensor, bool], Any]):
+    """From operations that are the same ones, but for what each reads, or for what becomes of the results."""
+    changed = False
+    recording = Recording(lambda x: function(x, changed), [torch.ones(3)], Owner())
+    assert recording.is_current()
+    changed = True
+    assert not recording.is_current()
+
+
 def test_wrong_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch):
     """A compiler that doubles what is added: the check raises, and the state is as it was."""
     monkeypatch.setattr(recorded, "_compiled", lambda graph, _: lambda *inputs: graph(*(2.0 * i for i in inputs)))
@@ -626,7 +648,7 @@ def test_bfloat16_products_need_the_instruction(instruction: str, monkeypatch: p
 
 
 def test_checks_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch):
-    """Once a minute, or more rarely where recording again takes more than 0.6 s."""
+    """Once a minute, or more rarely where a check takes more than 0.6 s."""
     now, checks = 0.0, []
 
     class Slow:
