@@ -76,7 +76,7 @@ class Recording(Generic[R]):
         self.function, self.owner = function, owner
         with _unchanged(owner):
             self.trace = trace = Trace(function, arguments)
-        self.examples = [torch.zeros_like(argument) for argument in arguments]
+        self.examples = [argument.detach() for argument in arguments]  # whose values are not read
         if not self.is_current():
             raise CannotRecord("two recordings of it differ: it uses Python's or NumPy's random numbers, or counts")
         self.spec, self.numbers = trace.spec, trace.numbers

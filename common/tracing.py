@@ -78,7 +78,7 @@ class Operations(TorchDispatchMode):
         def flat() -> list[Any]:
             with self:
                 results, self.spec = tree_flatten(function(*given))
-            self.operations.append((self.spec, self._described(results)))
+            self.operations.append((self.spec, self._described(tree_map(self._fake_of, results))))
             self.numbers = [Tensor if isinstance(result, Tensor) else result for result in results]
             return [result for result in results if isinstance(result, Tensor)]
 
@@ -137,6 +137,7 @@ class Operations(TorchDispatchMode):
                 fake = self.fake.from_tensor(value.detach())
             self._replaced[memory] = value, fake
             self._source_of[id(fake)] = value if source is None else source
+            self._order.setdefault(storage(fake), len(self._order))
         return self._replaced[memory][1]
 
     def _described(self, values: Any) -> str:
@@ -147,8 +148,10 @@ class Operations(TorchDispatchMode):
                 return type(value)
             if not isinstance(value, Tensor):
                 return value
-            number, *rest = _memory(value)
-            return self._order.setdefault(number, len(self._order)), *rest
+            number, offset, shape, stride, dtype = _memory(value)
+            # In a dimension of one element, products by plain operations (`_mm`) have another stride, which means none.
+            strides = [0 if n == 1 else s for n, s in zip(shape, stride, strict=True)]
+            return self._order.setdefault(number, len(self._order)), offset, shape, strides, dtype
 
         return repr(tree_map(view, values))
 

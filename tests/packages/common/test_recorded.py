@@ -307,6 +307,41 @@ def test_another_graph_is_noticed(function: Callable[[Tensor, bool], Any]):
     assert not recording.is_current()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda owner, x, y, changed: y - x if changed else x - y,
+        lambda owner, x, y, changed: (y if changed else x) + 1.0,
+        lambda owner, x, y, changed: y if changed else x,
+        lambda owner, x, y, changed: (x + y, owner.optimizer.param_groups[0]["params"][0] if changed else owner.total),
+    ],
+    ids=["swapped", "the other one", "returned", "returned from outside"],
+)
+def test_another_argument_or_result_is_noticed(function: Callable[..., Any]):
+    changed, owner = False, Owner()
+    recording = Recording(lambda x, y: function(owner, x, y, changed), [torch.ones(3), torch.ones(3)], owner)
+    assert recording.is_current()
+    changed = True
+    assert not recording.is_current()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 5), (1, 5, 1), (5, 1, 1), (1, 5, 5), (5, 5, 1), (5, 1, 5), (1, 1, 1)], ids=str
+)
+def test_products_of_single_rows_and_columns_are_recorded(sizes: tuple[int, int, int]):
+    """The trace replaces them by plain operations, and the check does not. Arguments may be slices and expanded."""
+    n, k, m = sizes
+    x, weight = torch.randn(n, 2 * k)[:, :k], torch.nn.Parameter(torch.randn(m, 1).expand(m, k))
+
+    def update(x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((x @ weight.t()).exp().sum(), weight)
+        return gradient.sin()
+
+    recording = Recording(update, [x], Owner())
+    assert recording.is_current()
+    torch.testing.assert_close(recording(x), update(x))
+
+
 def test_wrong_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch):
     """A compiler that doubles what is added: the check raises, and the state is as it was."""
     monkeypatch.setattr(recorded, "_compiled", lambda graph, _: lambda *inputs: graph(*(2.0 * i for i in inputs)))
