@@ -259,17 +259,17 @@ def train(args: Args) -> Result:
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():
-        # Act: without steering in the warm-up
-        agent.steers = int(step > (args.warmup_steps if args.retain == "none" else 0))
+        # Act
         if step > 0 and args.recipe == "sac":
             actions, noise = agent.explore(rollout.obs)
             data.add(rollout.step(actions, meanwhile=update.flush)._replace(actions=noise))
         elif step > 0:
             data.add(rollout.step(rollout.act(policy if agent.steers else agent.act), meanwhile=update.flush))
 
-        # Learn: the base policy alone before the switch
+        # Learn: the base policy before the switch, then the others, of which the actor begins to steer
         for _ in range(data.updates_due(step)):
             update(online=step > 0)
+            agent.steers = int(step > 0)
 
         # Report
         run.report(update.metrics)

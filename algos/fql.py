@@ -255,7 +255,8 @@ def train(args: Args) -> Result:
     data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
-    data.load_pretrained(agent)
+    trained = ("extraction",) if args.extraction == "one-step" else ()  # best-of-n trains no one-step policy
+    data.load_pretrained(agent, must_match=trained)
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

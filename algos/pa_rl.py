@@ -122,8 +122,10 @@ class Args(OfflineArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.candidates, self.samples) < 2:
-            raise InputError("--candidates and --samples must be 2 or more: the data's action takes the place of one")
+        if min(self.candidates, self.samples, self.bins) < 2:
+            raise InputError("--candidates, --samples and --bins must be 2 or more")
+        if self.base_steps == 0 and not self.init_from:
+            raise InputError("--base-steps is 0, so the base policy is never trained: give --init-from")
 
     @property
     def last_base_step(self) -> int:

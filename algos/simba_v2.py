@@ -75,7 +75,7 @@ class Args(OnlineArgs, OffPolicyArgs):
     alpha_lr: NonNegative = 1e-4
     """Initial learning rate of the temperature. With 0 it stays constant."""
     final_lr: UnitInterval = 0.5
-    """Share of the learning rates that is left at the last step. They fall linearly."""
+    """Share of the learning rates that is left after `--total-steps` times `--utd` updates. They fall linearly."""
     alpha: float = 0.01
     """Initial temperature."""
     target_entropy: AnyNumber = -0.5

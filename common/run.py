@@ -190,6 +190,8 @@ class Run:
             self._policies.require_whole()
             schema = {"rollout": self._rollout.schema} | {name: part.schema for name, part in self._parts.items()}
             require(saved, schema, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
+        if self._grown and saved is None:
+            raise InputError(f"{self.folder} is finished, but its checkpoint is gone: {checkpoint.RESTORE_OR_RESTART}")
         self.launch.is_resumed = saved is not None
         note = self.launch.prepare()
         self.config["versions"] |= self.launch.versions

@@ -243,9 +243,9 @@ def read_evaluations(path: Path) -> list[dict[str, str]]:
     data = files.read_bytes(path)
     try:
         data = gzip.decompress(data) if path.suffix == ".gz" else data
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        return list(csv.DictReader(io.StringIO(data.decode(), newline="")))
+    except (gzip.BadGzipFile, EOFError, zlib.error, csv.Error) as error:
         raise ValueError(str(error)) from None
-    return list(csv.DictReader(io.StringIO(data.decode(), newline="")))
 
 
 def mean_by_step(rows: Iterable[dict[str, str]], of: Callable[[dict[str, str]], float]) -> Curve:

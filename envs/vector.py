@@ -34,7 +34,8 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
     """Gymnasium's AsyncVectorEnv without autoreset. Each of `env_fns` has a process, which ends with this one."""
 
     def __init__(self, env_fns: list[Any]) -> None:
-        super().__init__(env_fns, worker=_work, autoreset_mode=AutoresetMode.DISABLED)
+        with self._alive():
+            super().__init__(env_fns, worker=_work, autoreset_mode=AutoresetMode.DISABLED)
 
     def step_async(self, actions: Array) -> None:
         require_finite_actions(actions)  # here, because an error in a worker prints a traceback
@@ -52,6 +53,10 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         with self._alive():
             return super().call(name, *args, **kwargs)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        with self._alive():
+            super().set_attr(name, values)
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
         """Raise an error of this project, or a lack of memory, unchanged, without Gymnasium's traceback."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from common.errors import InputError
 from envs.settings import is_plain
-from offline.download import download, require_same
+from offline.download import cache_folder, download, require_same
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.hdf5 import BAD_FILE, opened, unreadable
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
@@ -77,7 +77,7 @@ def reference(name: str | None) -> tuple[float, float] | None:
 
 def folder() -> Path:
     """Return D4RL's own cache: $D4RL_DATASET_DIR, else ~/.d4rl/datasets."""
-    return Path(os.environ.get("D4RL_DATASET_DIR", "~/.d4rl/datasets")).expanduser()
+    return cache_folder("D4RL_DATASET_DIR", "~/.d4rl/datasets")
 
 
 def url(dataset_id: str) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -23,6 +22,7 @@ from common.normalize import FixedNormalizer
 from common.replay_buffer import Batch, ReplayBuffer, pack
 from envs.ogbench import hint
 from offline import d4rl, minari, ogbench
+from offline.download import cache_folder
 from offline.recording import (
     Array,
     Episodes,
@@ -357,11 +357,25 @@ def _write(blocks: _Prepared, path: Path, warned: Path) -> None:
         if blocks.outside:
             with replacing(warned) as facts:
                 facts.write(json.dumps([blocks.outside, *blocks.farthest.tolist()]).encode())
+        else:
+            warned.unlink(missing_ok=True)  # a damaged one
+
+
+def _facts(blocks: _Prepared, path: Path, warned: Path) -> tuple[int, Array] | None:
+    """Return `outside` and `farthest` of the rows in `path`, or None if one of the two files must be written again."""
+    try:
+        if path.stat().st_size < 4 * len(blocks.recording) * sum(blocks.widths):  # a larger one has room for added rows
+            return None
+        none = [0] * (1 + blocks.recording.action_dim)
+        outside, *farthest = json.loads(warned.read_text()) if warned.exists() else none
+        return (int(outside), np.array(farthest, float)) if len(farthest) == len(none) - 1 else None
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
 
 
 def _on_disk(blocks: _Prepared) -> Path:
     """Return the file of packed rows, written at the first call. A .json file next to it holds facts for warnings."""
-    cache = Path(os.environ.get("ONRAMP_CACHE", "~/.cache/onramp")).expanduser()
+    cache = cache_folder("ONRAMP_CACHE", "~/.cache/onramp")
     recording = blocks.recording
     box = tuple(end.tolist() for end in blocks.box)
     made_of = (2, recording.version, box, *blocks.rewards, blocks.max_action, len(recording))
@@ -370,13 +384,12 @@ def _on_disk(blocks: _Prepared) -> Path:
     warned = path.with_suffix(".json")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if (facts := _facts(blocks, path, warned)) is None:
             with FileLock(cache / ".lock"):  # another process may be writing it
-                if not path.exists():
+                if (facts := _facts(blocks, path, warned)) is None:
                     _write(blocks, path, warned)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}): make room, or set ONRAMP_CACHE") from None
-    if warned.exists():
-        blocks.outside, *farthest = json.loads(warned.read_text())
-        blocks.farthest = np.array(farthest)
+    if facts is not None:
+        blocks.outside, blocks.farthest = facts
     return path

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -23,6 +23,15 @@ from common.provenance import sha256_of
 
 CHUNK = 2**20
 TRIES = 3
+
+
+def cache_folder(variable: str, default: str) -> Path:
+    """Return the folder that an environment variable names, or `default`. Raises InputError if its ~ has no folder."""
+    name = os.environ.get(variable, default)
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise InputError(f"the home folder of {name} is unknown: set {variable} to an absolute path") from None
 
 
 def require_connection(url: str) -> None:
@@ -134,6 +143,22 @@ def _insist(url: str, part: Path, facts: Path, size: int | None) -> None:
     raise AssertionError
 
 
+@contextlib.contextmanager
+def _network() -> Iterator[None]:
+    """Turn an error of the connection into ConnectionError, and one of the address into URLError.
+
+    Use it around calls of the network only, because a full disk also raises OSError.
+    """
+    try:
+        yield
+    except urllib.error.URLError:
+        raise
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
+    except (ValueError, http.client.InvalidURL) as error:
+        raise urllib.error.URLError(f"this address is malformed: {error}") from None
+
+
 def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
     """Append what is missing to `part`. Raises IncompleteRead if its size is not the promised one."""
     if part.is_symlink() or not part.is_file():  # a link or a pipe that was put there is never written through
@@ -142,7 +167,9 @@ def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
     headers = {"User-Agent": "onramp", "Accept-Encoding": "identity"}
     if have and (same_file := _validator(facts)):
         headers |= {"Range": f"bytes={have}-", "If-Range": same_file}
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as reply:
+    with _network():
+        reply = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30)
+    with reply:
         if reply.status != http.client.PARTIAL_CONTENT:
             have = 0  # the server sends the whole file: it has no ranges, or the file has changed
         length = reply.headers.get("Content-Length")
@@ -161,7 +188,8 @@ def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
             tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=part.stem, file=sys.stderr) as bar,
         ):
             file.seek(have)
-            while chunk := reply.read(CHUNK):
+            read = _network()(reply.read)
+            while chunk := read(CHUNK):
                 file.write(chunk)
                 bar.update(len(chunk))
             have = file.tell()

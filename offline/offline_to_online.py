@@ -261,6 +261,8 @@ class OfflineToOnline(checkpoint.Part):
         with one of these arguments; the last attribute in `base_names` that the run has becomes `base`. Raises
         InputError if the run does not fit, before `Run.resume` makes a folder.
         """
+        if base_names and self.args.init_from is None and self.args.offline_steps == 0:
+            log.warning("the base policy is never trained: give --init-from or --offline-steps")
         if (folder := self.args.init_from) is None or has_checkpoint(self._folder):
             return
         config, own = run_config(folder), self.dataset.rewards
@@ -360,14 +362,13 @@ class OfflineToOnline(checkpoint.Part):
         return batch_size - round(self._offline_share * batch_size)
 
     def updates_due(self, step: int, utd: int = 1) -> int:
-        """Return how many updates belong to `step`: one before the switch, then `utd` for each environment.
-
-        There are none while the policy is frozen (`--retain none`), nor before the first full batch.
-        """
+        """Return the updates of `step`: one before the switch, then `utd` for each environment once they may begin."""
         if step <= 0:
             return 1
-        learns = self.online.added > self._first_batch and step > self._warmup_steps
-        return utd * self.args.num_envs if learns else 0
+        few = self.online.added <= self._first_batch
+        if few and self.online_returns and step >= self.args.online_steps > self._first_batch:
+            log.warning("nothing was learned after the switch: batches hold finished episodes, and there were too few")
+        return 0 if few or step <= self._warmup_steps else utd * self.args.num_envs
 
     def sample(self, online: bool, generator: torch.Generator) -> Batch:
         """Return a batch for an update, offline or `online`. All work is on the device, as a CUDA graph requires."""
@@ -392,8 +393,7 @@ class OfflineToOnline(checkpoint.Part):
         """Draw rows of the dataset."""
         if self._weighted:
             return self._weighted.draw(count, generator)
-        data = self.dataset.buffer
-        return torch.randint(len(data), (count,), generator=generator, device=data.device)
+        return torch.randint(len(self.dataset), (count,), generator=generator, device=self.online.device)
 
     def _data_at(self, rows: Tensor, online: bool) -> Batch:
         columns = {} if online and not self.online_returns else self._columns

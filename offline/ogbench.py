@@ -17,7 +17,7 @@ from common.errors import InputError, RunError
 from common.messages import log
 from envs.make import unwrapped
 from envs.ogbench import DATASETS
-from offline.download import download, require_same
+from offline.download import cache_folder, download, require_same
 from offline.npz import Archive
 from offline.recording import Array, RawDataset, TransitionBlock
 
@@ -31,7 +31,7 @@ IDS = tuple(f"{name}-singletask{task}-v0" for name in DATASETS for task in ("", 
 
 def folder() -> Path:
     """Return the package's own folder of datasets: $OGBENCH_DATASET_DIR, else ~/.ogbench/data."""
-    return Path(os.environ.get("OGBENCH_DATASET_DIR", "~/.ogbench/data")).expanduser()
+    return cache_folder("OGBENCH_DATASET_DIR", "~/.ogbench/data")
 
 
 def dataset_and_environment(dataset_id: str) -> tuple[str, str]:

@@ -326,11 +326,14 @@ def test_a_steered_flow_takes_the_better_mode(recipe: str):
     assert abs(agent.act(obs[:1], deterministic=True).item() - 0.6) < 0.2
 
 
-@pytest.mark.parametrize(("retain", "first"), [("none", 60), ("append", 0), ("mix", 0)])
-def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
-    retain: str, first: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("retain", "first", "evaluations"), [("none", 62, 1), ("append", 2, 2), ("mix", 10, 1)])
+def test_the_flow_itself_acts_until_the_first_update_and_is_evaluated_until_then(
+    retain: str, first: int, evaluations: int, small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """With two environments: then the actor chooses the noise, and is evaluated. The buffer holds actions."""
+    """With two environments: then the actor chooses the noise, and is evaluated. The buffer holds actions.
+
+    The first update comes after the warm-up of 60 steps, at once, or after half of a batch of 16.
+    """
     unsteered, act, sample = list[bool](), Rollout.act, TanhGaussian.sample
     chosen = list[bool]()
 
@@ -347,9 +350,9 @@ def test_the_flow_itself_acts_in_the_warm_up_and_is_evaluated_until_then(
     monkeypatch.setattr(TanhGaussian, "mode", property(lambda policy: (evaluated.append(True), mode(policy))[1]))
     args = small("dsrl", num_envs=2, retain=retain, eval_every=10_000, eval_episodes=1)
     module("dsrl").train(args)
-    warm_up, steps = first // 2, args.online_steps // 2
-    assert unsteered == [True] * warm_up + [False] * (steps - warm_up)
-    evaluations = 1 if first else 2  # the last one, and that after the switch
+    before, steps = first // 2, args.online_steps // 2
+    assert unsteered == [True] * before + [False] * (steps - before)
+    # The last one, and that after the switch.
     assert len(evaluated) == (50 + 1) * evaluations  # steps of an episode, and one that finds what acting reads
     assert stored(args.run_dir).actions.abs().max() <= 1.0
 
@@ -465,6 +468,16 @@ def test_a_policy_of_another_type_is_refused(policy: str, small: Callable[..., A
     with pytest.raises(InputError, match="by bc: give --init-from a run of dsrl or an algorithm with --policy"):
         module("dsrl").train(older)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("algo", ["dsrl", "pa_rl"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_base_policy_that_is_never_trained_is_told(
+    algo: str, steps: int, small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+):
+    """Neither on the dataset nor in another run."""
+    module(algo).train(small(algo, offline_steps=steps, online_steps=2, eval_episodes=0))
+    assert ("the base policy is never trained: give --init-from" in capsys.readouterr().err) == (steps == 0)
 
 
 def test_a_flow_is_refused_where_a_diffusion_is_asked_for(small: Callable[..., Any], tmp_path: Path):

@@ -1,18 +1,20 @@
 """FQL against formulas written a second time in float64, and a problem whose answer is known."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import COMMON, PENDULUM, same
+from conftest import COMMON, PENDULUM, module, same
 from formulas import Array, Drawn, joined, make_batch
 
 from algos import bc
 from algos.fql import FQL, PRESETS, Args, presets_for
 from common.arguments import Unset
 from common.checkpoint import restore, state_of
+from common.errors import InputError
 from common.optim import Adam
 from common.replay_buffer import Batch, ReplayBuffer
 from offline.dataset import read
@@ -37,6 +39,19 @@ def make_agent(double: bool = True, **changed: Any) -> FQL:
         draw = agent.noise
         agent.noise = lambda *given: draw(*given).double()
     return agent
+
+
+def test_a_policy_that_was_not_distilled_is_not_started_from(small: Any, tmp_path: Path):
+    """A run of best-of-n trains none. The other way is allowed, because best-of-n needs the flow and critics alone."""
+    for theirs, ours in (("best-of-n", "one-step"), ("one-step", "best-of-n")):
+        given = {"offline_steps": 2, "online_steps": 0, "eval_episodes": 0}
+        module("fql").train(small("fql", extraction=theirs, run_dir=tmp_path / theirs, **given))
+        args = small("fql", extraction=ours, init_from=tmp_path / theirs, run_dir=tmp_path / f"from-{theirs}", **given)
+        if ours == "one-step":
+            with pytest.raises(InputError, match="with --extraction best-of-n: give the same here"):
+                module("fql").train(args)
+        else:
+            assert module("fql").train(args).step == 0
 
 
 def values(critic: Any, obs: Array, actions: Array, critics: int) -> Array:

@@ -292,7 +292,7 @@ def test_with_the_loss_of_iql_values_are_those_of_the_data():
 def test_updates_with_the_loss_of_iql_are_recorded_and_need_no_finished_episode(
     small: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ):
-    form = {"critic_loss": "iql", "calibrated": True, "flow_steps": 1, "base_steps": 0, "improve_steps": 0}
+    form = {"critic_loss": "iql", "calibrated": True, "flow_steps": 1, "base_steps": 1, "improve_steps": 0}
     module("pa_rl").train(small("pa_rl", compile=True, total_steps=40, eval_episodes=0, **form))
     said = capsys.readouterr().err
     assert said.count("compiled in ") >= 2
@@ -312,9 +312,18 @@ def test_all_samples_are_candidates_if_there_are_few():
     assert len(agent.improve(obs, agent.generator)[0]) == 2
 
 
-@pytest.mark.parametrize("changed", [{"samples": 1}, {"candidates": 1}])
-def test_the_data_action_is_never_the_only_candidate(changed: dict[str, int]):
-    with pytest.raises(InputError, match="must be 2 or more"):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"samples": 1}, "must be 2 or more"),
+        ({"candidates": 1}, "must be 2 or more"),
+        ({"bins": 1}, "must be 2 or more"),
+        ({"base_steps": 0}, "the base policy is never trained"),
+    ],
+)
+def test_what_cannot_choose_or_learn_is_refused(changed: dict[str, int], message: str):
+    """The data's action takes the place of one candidate, and one bin has no values to tell apart."""
+    with pytest.raises(InputError, match=message):
         Args(dataset=str(PENDULUM), **changed)
 
 

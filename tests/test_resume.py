@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,12 +280,14 @@ def test_a_finished_run_without_its_evaluations(damage: Callable[[str], str], sm
         module("sac").train(args)
 
 
-@pytest.mark.parametrize("reason", ["is damaged", "of another version"])
+@pytest.mark.parametrize("reason", ["is damaged", "of another version", "its checkpoint is gone"])
 def test_a_longer_run_with_a_refused_checkpoint_changes_nothing(reason: str, small):
     """The finished run stays finished: in version 0.1, DONE was gone and config.json rewritten."""
     module("sac").train(args := small(total_steps=100))
     path = args.run_dir / "checkpoint" / "state.pt"
-    if reason == "is damaged":
+    if "gone" in reason:
+        shutil.rmtree(path.parent)
+    elif reason == "is damaged":
         path.write_bytes(path.read_bytes()[:-100])
     else:
         state = checkpoint.load(path)

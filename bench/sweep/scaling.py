@@ -12,11 +12,11 @@ The runs are those of one task, with `--utd`, `--batch-size` and `--critic-lr`. 
 
 import common.start
 
-import csv
+import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -89,14 +89,34 @@ class Power(NamedTuple):
 Runs = dict[Setting, list[Curve]]
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[Path]:
+    """Yield `path`. Raises InputError, which names it, if the block finds it missing or damaged."""
+    try:
+        yield path
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: restore it from a copy, or give other runs") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({error}): restore it from a copy, or give other runs") from None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
 def read(path: Path) -> Runs:
-    """Return the curves by setting. Raises InputError if there are none, or those of several tasks or algorithms."""
+    """Return the curves by setting.
+
+    Raises InputError if there are none or those of several tasks or algorithms, or if a file is missing or damaged.
+    """
     runs: dict[Setting, dict[str, Curve]] = defaultdict(lambda: defaultdict(dict))
     if path.suffix == ".csv":
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                setting = Setting(int(row["utd"]), int(row["batch_size"]), float(row["critic_lr"]))
-                runs[setting][row["seed"]][int(row["step"])] = float(row["return"])
+        with _naming(path):
+            for row in read_evaluations(path):
+                setting = Setting(int(row["utd"]), int(row["batch_size"]), _finite(row["critic_lr"]))
+                runs[setting][row["seed"]][int(row["step"])] = _finite(row["return"])
     else:
         configs = {found.parent: read_config(found.parent, "is not a run's") for found in sorted(path.rglob(CONFIG))}
         kinds = sorted({f"{config['algo']} on {task_name(config['arguments'])}" for config in configs.values()})
@@ -107,8 +127,9 @@ def read(path: Path) -> Runs:
             if missing := [name for name in Setting._fields if name not in arguments]:
                 raise InputError(f"{folder} has no --{missing[0].replace('_', '-')}: leave it out")
             setting = Setting(*(arguments[name] for name in Setting._fields))
-            rows = read_evaluations(folder / EVALUATIONS)
-            runs[setting][arguments["seed"]] = mean_by_step(rows, lambda row: float(row["return"]))
+            with _naming(folder / EVALUATIONS) as evaluations:
+                curve = mean_by_step(read_evaluations(evaluations), lambda row: _finite(row["return"]))
+            runs[setting][arguments["seed"]] = curve
     if not runs:
         raise InputError(f"{path} holds no runs: give the folder of a suite")
     return {setting: list(seeds.values()) for setting, seeds in sorted(runs.items())}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from filelock import FileLock
 from stand_ins import HEADER, write_run
 from test_runs_page import add
@@ -16,6 +17,7 @@ from test_runs_page import add
 from bench.report import compare
 from bench.report.compare import Args, Run, next_seeds, read_curve, until_decided
 from bench.sweep import sweep
+from common.command_line import parse
 from common.errors import InputError, RunError
 
 Score = Callable[[Run], float]
@@ -36,6 +38,16 @@ def simulated(folder: Path, asked: list[list[Run]], score: Score) -> Callable[[l
 def drawn(means: dict[str, float]) -> Score:
     """Normal, with deviation 1, a function of the run."""
     return lambda run: means[run[0]] + np.random.default_rng([ord(run[0]), len(run[1]), run[2]]).normal()
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    """The example of docs/many-runs.md, on the runs that are kept."""
+    page = (ROOT / "docs" / "many-runs.md").read_text()
+    words = page.split('(`ARGS="')[1].split('"`')[0].split()
+    assert words[0] == "results"
+    compare.main(parse(Args, [str(ROOT / "results"), *words[1:]]))
+    said = capsys.readouterr()
+    assert f"```\n{said.out}```" in page
 
 
 def test_seeds_are_added_until_the_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

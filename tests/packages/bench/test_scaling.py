@@ -1,6 +1,7 @@
 """The scaling law on curves that follow it exactly, and its parts by brute force."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +140,27 @@ def test_runs_of_several_tasks_or_without_a_setting_are_refused(small, tmp_path:
     module("ppo").train(small("ppo", total_steps=20, run_dir=tmp_path / "ppo" / "1"))
     with pytest.raises(InputError, match=r"ppo/1 has no --utd: leave it out"):
         read(tmp_path / "ppo")
+
+
+def test_a_damaged_or_missing_file_is_refused(small, tmp_path: Path):
+    """The message names the file: evaluations.csv of a run, or the file that --csv wrote."""
+    module("sac").train(small(total_steps=20, run_dir=tmp_path / "runs" / "1"))
+    write(tmp_path / "curves.csv", {Setting(1, 16, 1e-3): [{0: -1.0, 10: 2.0}]})
+    for runs, path in (
+        (tmp_path / "runs", tmp_path / "runs" / "1" / "evaluations.csv"),
+        (tmp_path / "curves.csv",) * 2,
+    ):
+        header, first, *rest = path.read_text().splitlines()
+        for damaged in (
+            [header, first[: first.index(",")]],
+            [header, first.replace(".", "x")],
+            [header, re.sub(r"-?\d+\.\d+", "nan", first)],
+            [header.replace("return", "returns"), first],
+            [header, first, "1" * 131_073],
+        ):
+            path.write_text("\n".join([*damaged, *rest]))
+            with pytest.raises(InputError, match=f"{re.escape(str(path))} is damaged"):
+                read(runs)
+        path.unlink()
+        with pytest.raises(InputError, match=f"{re.escape(str(path))} is missing"):
+            read(runs)

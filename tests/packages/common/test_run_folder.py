@@ -70,12 +70,12 @@ def test_damaged_evaluations_are_refused(tmp_path: Path, text: str | None):
 
 
 def test_compressed_evaluations(tmp_path: Path):
-    """Equal to the plain ones; a cut file raises ValueError."""
+    """Equal to the plain ones; a damaged file raises ValueError, also one with a field that is too long for csv."""
     data = gzip.compress(b"step,return\n1,2.0\n")
     path = tmp_path / "evaluations.csv.gz"
     path.write_bytes(data)
     assert read_evaluations(path) == [{"step": "1", "return": "2.0"}]
-    for damaged in (data[:-9], b"text", data[:12] + b"\xff" + data[13:]):
+    for damaged in (data[:-9], b"text", data[:12] + b"\xff" + data[13:], gzip.compress(b"1" * 131_073)):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r".+"):
             read_evaluations(path)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -17,7 +18,8 @@ from algos import sac
 from common.errors import InputError, RunError
 from common.seeding import seeds
 from envs.make import make, make_vector
-from envs.state import get_states
+from envs.state import get_states, set_states
+from envs.vector import AsyncEnvs
 
 START = "from envs.make import make_vector; envs = make_vector('Pendulum-v1', 3, 0, vectorizer='async'); envs.reset()\n"
 
@@ -78,7 +80,14 @@ def test_non_finite_actions_never_reach_a_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda envs: envs.step(np.zeros((2, 1), np.float32)), lambda envs: envs.reset(), get_states]
+    "use",
+    [
+        lambda envs: envs.step(np.zeros((2, 1), np.float32)),
+        lambda envs: envs.reset(),
+        get_states,
+        lambda envs: set_states(envs, [{}, {}]),
+    ],
+    ids=["step", "reset", "save", "restore"],
 )
 def test_a_killed_process_ends_the_run(use: Callable[[Any], Any], capfd: pytest.CaptureFixture[str]) -> None:
     envs = make_vector("Pendulum-v1", 2, seed=0, vectorizer="async")
@@ -90,6 +99,19 @@ def test_a_killed_process_ends_the_run(use: Callable[[Any], Any], capfd: pytest.
         use(envs)
     del envs
     assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_is_killed_while_its_environment_is_made_ends_the_run() -> None:
+    """As the kernel does for lack of memory."""
+    here = os.getpid()
+
+    def made() -> gym.Env[Any, Any]:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gym.make("Pendulum-v1")
+
+    with pytest.raises(RunError, match="the process of an environment was killed"):
+        AsyncEnvs([made, made])
 
 
 def test_ctrl_c_to_the_processes_alone_changes_nothing() -> None:

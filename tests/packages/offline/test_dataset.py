@@ -317,6 +317,18 @@ class TestMapped:
         assert load(path, mapped=True).column("rewards").tolist() == [1] * 19
         assert len(list(own_cache.glob("*.rows"))) == 3
 
+    def test_a_cut_file_is_written_again(self, path: str, own_cache: Path) -> None:
+        """A short file would be filled with zeros. A longer one has room for added rows, and stays."""
+        expected = load(path, mapped=True, capacity=25).buffer.rows[:19].clone()
+        (file,) = own_cache.glob("*.rows")
+        inode, size = file.stat().st_ino, 19 * 4 * expected.shape[1]
+        assert torch.equal(load(path, mapped=True).buffer.rows, expected)
+        assert file.stat().st_ino == inode
+        for end in (size - 1, size // 2, 0):
+            os.truncate(file, end)
+            assert torch.equal(load(path, mapped=True).buffer.rows, expected)
+            assert file.stat().st_size == size
+
     def test_of_two_that_make_it_at_once_the_second_waits(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         read, calls = _Prepared.read, []
 

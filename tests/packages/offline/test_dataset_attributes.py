@@ -154,6 +154,26 @@ class TestActionsOutsideTheBox:
         assert "33.33% of its transitions have actions outside the box" in said[0]
         assert said[0] == said[1] == said[2]
 
+    @pytest.mark.parametrize("damage", ["", "[2, 1", "[]", "[2]", "5", "{}", '["a", 1.0]', "\x00"])
+    def test_are_counted_again_if_their_file_is_damaged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+    ) -> None:
+        """The rows are written again with it. If no action is outside, the damaged file is removed."""
+        monkeypatch.setenv("ONRAMP_CACHE", str(tmp_path / "cache"))
+        for box, is_outside in (((-1.0, 1.0), True), ((-4.0, 4.0), False)):
+            path = file_of(tmp_path / "a.hdf5", box=box)
+            load(path, mapped=True)
+            said = capsys.readouterr().err
+            (rows,) = (tmp_path / "cache").glob("*.rows")
+            counts = rows.with_suffix(".json")
+            assert counts.exists() == is_outside == ("outside the box" in said)
+            before = counts.read_text() if is_outside else ""
+            counts.write_text(damage)
+            load(path, mapped=True)
+            assert capsys.readouterr().err == said
+            assert (counts.read_text() if counts.exists() else "") == before
+            rows.unlink()
+
     def test_name_the_worst_dimension(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """With its own bounds, not the least and the greatest of all."""
         actions = np.array([[0.0, 0.0], [0.5, 100.0], [0.02, 0.0]] * 2, np.float32)

@@ -1,13 +1,15 @@
 """Downloads from a local server that breaks off, changes its mind, lies and refuses."""
 
 import errno
+import http.client
 import http.server
 import re
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 from d4rl_file import make
 
 from common.errors import InputError, RunError
+from offline import d4rl, dataset, ogbench
 from offline import download as module
 from offline.d4rl import IDS, read
 from offline.download import download, require_same
@@ -186,6 +189,79 @@ def test_no_network(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be downloaded"):
         download("http://no-such-host.invalid/file.hdf5", tmp_path / "file.hdf5", anything)
     assert not (tmp_path / "file.hdf5").exists()
+
+
+MIRRORED: dict[str, Callable[[Path], object]] = {
+    "D4RL": lambda _: read("relocate-human-v1"),
+    "OGBENCH": lambda folder: ogbench._download("file", folder / "file.npz", None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("mirror", ["foo", "", "http://[::1", "http://localhost:abc", "http://a b/", "http://a..b"])
+@pytest.mark.parametrize("library", MIRRORED)
+def test_a_malformed_mirror_is_named(
+    library: str, mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{library}_MIRROR", mirror)
+    monkeypatch.setenv(f"{library}_DATASET_DIR", str(tmp_path))
+    address = re.escape(mirror.rstrip("/"))
+    with pytest.raises(InputError, match=f"^{address}/.*this address is malformed"):
+        MIRRORED[library](tmp_path)
+    assert left(tmp_path) == set()
+
+
+FOLDERS: dict[str, Callable[[], object]] = {
+    "D4RL_DATASET_DIR": d4rl.folder,
+    "OGBENCH_DATASET_DIR": ogbench.folder,
+    "ONRAMP_CACHE": lambda: dataset._on_disk(None),  # type: ignore[arg-type]  # the folder comes first
+}
+
+
+@pytest.mark.parametrize("variable", FOLDERS)
+def test_the_home_folder_of_no_user(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "~nosuchuser/x")
+    with pytest.raises(InputError, match=f"~nosuchuser/x is unknown: set {variable} to an absolute path"):
+        FOLDERS[variable]()
+
+
+NETWORK_ERRORS = [
+    *(OSError(code, "gone") for code in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)),
+    PermissionError(errno.EPERM, "gone"),  # from a firewall
+    TimeoutError("gone"),
+    ssl.SSLError(1, "gone"),
+]
+
+
+@pytest.mark.parametrize("error", NETWORK_ERRORS, ids=repr)
+@pytest.mark.parametrize("call", ["begin", "read"])  # before the reply's headers, and after
+def test_a_network_error_is_retried(
+    call: str, error: OSError, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply, failures = http.client.HTTPResponse, [error]
+    original = getattr(reply, call)
+
+    def fails_at_times(self: Any, *args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return original(self, *args)
+
+    monkeypatch.setattr(reply, call, fails_at_times)
+    download(server.url, tmp_path / "file.hdf5", anything)
+    assert (tmp_path / "file.hdf5").read_bytes() == CONTENT
+    assert len(server.asked) == 2
+    failures += [error] * module.TRIES
+    with pytest.raises(RunError, match=r"was cut short in 3 tries \(.*gone.*\): run the same command to resume"):
+        download(server.url, tmp_path / "other.hdf5", anything)
+
+
+def test_a_full_disk_is_not_retried(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", fails)
+    with pytest.raises(OSError, match="No space left"):
+        download(server.url, tmp_path / "file.hdf5", anything)
+    assert len(server.asked) == 1
 
 
 def test_a_disk_that_is_too_small_is_not_filled(

@@ -140,6 +140,15 @@ class TestRuns:
         said = capsys.readouterr().err
         assert said.count("nothing is learned") == said.count("environment steps: --warmup-steps covers 1,000") == 1
 
+    @pytest.mark.parametrize(("algo", "limit"), [("cql", 100), ("pa_rl", 100), ("cql", 20)])
+    def test_no_finished_episode_to_learn_from_is_told(
+        self, small: Any, capsys: pytest.CaptureFixture[str], algo: str, limit: int
+    ) -> None:
+        """At the end, because until then an episode may end."""
+        args = small(algo, calibrated=True, offline_steps=10, online_steps=60, retain="mix", time_limit=limit)
+        module(algo).train(args)
+        assert ("nothing was learned after the switch" in capsys.readouterr().err) == (limit == 100)
+
     @pytest.mark.parametrize("place", ["checkpoint", "config.json", "checkpoint/state.pt"])
     def test_a_run_that_may_not_be_read_gives_the_reason(
         self, place: str, small: Any, monkeypatch: pytest.MonkeyPatch
