@@ -269,7 +269,12 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     "docs/ppo.md": {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },
-    "docs/simba_v2.md": {"published": partial(published_returns, "simba_v2")},
+    "docs/simba_v2.md": {
+        "sac and simba_v2": partial(
+            settings_table, "sac", "simba_v2-small", "SimbaV2, small", (100_000, 300_000), default_label="SAC"
+        ),
+        "published": partial(published_returns, "simba_v2"),
+    },
     "docs/stream_ac.md": {"returns": partial(returns_table, "stream_ac")},
     "docs/td3.md": {"td3 settings": partial(settings_table, "td3", "td3-authors", "the authors' setting", (100_000,))},
     "docs/rlpd.md": {"rlpd": rlpd_table, "rlpd successes": partial(rlpd_table, successes)},
