@@ -266,7 +266,7 @@ def train(args: Args) -> Result:
         elif step > 0:
             data.add(rollout.step(rollout.act(policy if agent.steers else agent.act), meanwhile=update.flush))
 
-        # Learn: the base policy before the switch, then the others, of which the actor begins to steer
+        # Learn: the base policy before the switch, then the other networks. The actor steers once it has learned.
         for _ in range(data.updates_due(step)):
             update(online=step > 0)
             agent.steers = int(step > 0)

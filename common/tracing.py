@@ -69,7 +69,7 @@ class Operations(TorchDispatchMode):
         self._views: dict[int, Any] = {}  # the one view of each memory
         self._source_of: dict[int, Any] = {}  # by the identity of the fake tensor
         self._written: set[int] = set()  # storages of fake tensors
-        self._order: dict[int, int] = {}  # of the storages, in which they appear
+        self._order: dict[int, int] = {}  # a storage's number, in the order of their appearance
         self._kept: list[Any] = []  # results, so that no storage gets the identity of an earlier one
         given = [self._fake_of(argument, i) for i, argument in enumerate(arguments)]
         self.spec: TreeSpec  # of the results
@@ -137,7 +137,7 @@ class Operations(TorchDispatchMode):
                 fake = self.fake.from_tensor(value.detach())
             self._replaced[memory] = value, fake
             self._source_of[id(fake)] = value if source is None else source
-            self._order.setdefault(storage(fake), len(self._order))
+            self._order.setdefault(storage(fake), len(self._order))  # at once, or swapped arguments would look equal
         return self._replaced[memory][1]
 
     def _described(self, values: Any) -> str:

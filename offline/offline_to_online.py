@@ -365,10 +365,10 @@ class OfflineToOnline(checkpoint.Part):
         """Return the updates of `step`: one before the switch, then `utd` for each environment once they may begin."""
         if step <= 0:
             return 1
-        few = self.online.added <= self._first_batch
-        if few and self.online_returns and step >= self.args.online_steps > self._first_batch:
+        too_few = self.online.added <= self._first_batch
+        if too_few and self.online_returns and step >= self.args.online_steps > self._first_batch:
             log.warning("nothing was learned after the switch: batches hold finished episodes, and there were too few")
-        return 0 if few or step <= self._warmup_steps else utd * self.args.num_envs
+        return 0 if too_few or step <= self._warmup_steps else utd * self.args.num_envs
 
     def sample(self, online: bool, generator: torch.Generator) -> Batch:
         """Return a batch for an update, offline or `online`. All work is on the device, as a CUDA graph requires."""
