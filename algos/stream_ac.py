@@ -6,13 +6,7 @@ Elsayed, Vasan and Mahmood 2024, "Streaming Deep Reinforcement Learning Finally 
 
 There is no replay buffer, no batch and no target network. Eligibility traces remember what led here, and ObGD bounds
 each step. Running statistics normalise observations and rewards, and nine of ten weights start at 0. This is written
-from the equations, because the authors' code may not be copied.
-
-Choices that differ from the paper:
-- A truncated episode bootstraps from its final observation, as in all our files. The paper treats it as terminated, and
-  therefore adds the time to the observation. Here that input is not needed.
-- Several environments take turns: each has traces of its own, and all change the same networks.
-- Each unit keeps at least one non-zero weight, even with few inputs. Normalised values are clipped to ±10.
+from the equations, because the authors' code may not be copied. docs/stream_ac.md lists the differences.
 """
 
 import common.start
@@ -89,8 +83,7 @@ def obgd(network: Network, trace: Tensor, objective: Tensor, delta: Tensor, args
 
     e ← γ λ e + ∇ objective is the trace [parameters], and δ the TD error.
     """
-    parameters = tuple(network.parameters())
-    gradients = torch.autograd.grad(objective, parameters)
+    gradients = torch.autograd.grad(objective, parameters := tuple(network.parameters()))
     with torch.no_grad():
         trace.mul_(args.gamma * args.trace_decay).add_(torch.cat([gradient.flatten() for gradient in gradients]))
         bound = args.learning_rate * kappa * delta.abs().clamp(min=1.0) * trace.abs().sum()
