@@ -32,8 +32,8 @@ def evaluate(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int]) 
 
     `act` maps obs [n, obs_dim] to actions [n, action_dim], or to plans [n, h · action_dim] of the next h actions, which
     are executed open loop. Every call resets with the same seeds, so only the policy differs between evaluations. An
-    evaluation keeps no state and does not affect training. Raises RunError if an episode does not end, or if a reward
-    or `info["return"]` is not finite.
+    evaluation keeps no state and does not affect training. Raises RunError if an episode does not end, or if an
+    observation, a reward or `info["return"]` is not finite.
     """
     episodes: list[Episode] = []
     while len(episodes) < len(seeds):
@@ -56,9 +56,10 @@ def _together(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int],
             obs[i], reward, terminated, truncated, info = envs[i].step(action)
             returns[i] = info.get("return", returns[i] + float(reward))
             lengths[i] += 1
-            if not math.isfinite(returns[i]):
+            if not (math.isfinite(returns[i]) and np.isfinite(obs[i]).all()):
                 what = "return" if math.isfinite(reward) else f"reward of {reward}"
                 what = f'info["return"] of {returns[i]}' if "return" in info else what
+                what = "observation" if math.isfinite(returns[i]) else what
                 raise RunError(
                     f"the environment gave a non-finite {what} in step {lengths[i]:,} "
                     f"of evaluation episode {first + i}\n"
@@ -71,6 +72,6 @@ def _together(act: Act, envs: Sequence[gym.Env[Any, Any]], seeds: Sequence[int],
         if len(running) and lengths[running[0]] >= MAX_EPISODE_STEPS:  # all running episodes have this length
             raise RunError(
                 f"an evaluation episode did not end in {MAX_EPISODE_STEPS:,} steps: "
-                "register the environment with max_episode_steps"
+                "give a time limit, as --env-kwargs '{\"max_episode_steps\": 1000}'"
             )
     return [Episode(*episode) for episode in zip(returns.tolist(), lengths.tolist(), successes, strict=True)]

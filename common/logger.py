@@ -151,6 +151,8 @@ class _AppendedFile:
         """Open the file. Raises InputError if its content up to the checkpoint is not what the run wrote."""
         self.path = path
         size = state["sizes"].get(path.name, 0) if state else 0
+        if size and not path.exists():
+            raise InputError(f"{path} is missing: {RESTORE_OR_RESTART}")
         try:
             self.file = open_regular(path, "r+b" if path.exists() else "x+b")  # not through a dangling link
         except OSError as error:

@@ -216,9 +216,11 @@ class Run:
         log.info(f"{self.name}: resumes from step {self.logger.step:,}, on {self.device}, in {self.folder}")
         if self._grown and self._overlap_updates:
             log.info("note: the updates of its last step were made one action earlier than in a run of the new length")
-        made_by, now = self._made_by(), self.config["versions"] | self.config["code"]  # an older run may lack them
-        before = made_by.get("versions", self.config["versions"]) | made_by.get("code", self.config["code"])
-        if changed := [name for name in now | before if before.get(name) != now.get(name)]:
+        now = self.config | {"hardware": hardware(self.device)}
+        before = now | self._made_by()  # an older run may lack a part
+        pairs = [(now[part], before[part]) for part in ("versions", "code", "hardware")]
+        changed = [name for now, then in pairs for name in now | then if now.get(name) != then.get(name)]
+        if changed := [name for name in changed if name != "cores"]:  # whose number no result depends on
             log.warning(f"{', '.join(changed)} changed since the run began: its results may differ")
         return saved
 

@@ -2,16 +2,18 @@
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from statistics import median
 
+LAST = 10_000  # times of a block that are kept: steps without a log must not fill the memory
+
 
 class Timings:
-    """Records the times of named blocks since the last `take`."""
+    """Records the last times of named blocks since the last `take`."""
 
     def __init__(self) -> None:
-        self._milliseconds: dict[str, list[float]] = defaultdict(list)
+        self._milliseconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from common.errors import InputError, RunError, Stopped, require_finite_actions
 from common.messages import log
 from common.seeding import seeds
 from envs import ogbench
-from envs.returned import is_true, number, reason
+from envs.returned import entries, is_true, number, reason, short
 from envs.state import Env, ExactState
 from envs.vector import Array, AsyncEnvs, EnvPool
 
@@ -79,7 +79,9 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
                 "Check that its files exist, that its package fits MuJoCo, and that its reset returns obs and info."
             ) from error
         shaped, self._has_begun = self._shaped(obs), True
-        return shaped, self._numbers(info) if self._all_infos else {}
+        if not np.isfinite(shaped).all():
+            raise RunError(f"{self._name} starts an episode with a non-finite observation: correct its reset")
+        return shaped, self._numbers(entries(info, self._name)) if self._all_infos else {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         require_finite_actions(action)
@@ -92,8 +94,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
                 f"{self._name} failed in a step: {reason(error)}\n"
                 "Correct it, then run the same command: it resumes from the last checkpoint, if any."
             ) from error
-        if not isinstance(info, dict):
-            raise InputError(f"{self._name} gave the info {info!r}, which is not a dict")
+        info = entries(info, self._name)
         kept = self._numbers(info) | self._evaluation_infos(info) if self._all_infos else self._evaluation_infos(info)
         ends = is_true("termination", termination, self._name), is_true("truncation", truncation, self._name)
         return self._shaped(obs), number("reward", reward, self._name), *ends, kept
@@ -110,8 +111,7 @@ class CanonicalEnv(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):
         try:
             shaped = np.array(obs, np.float32)
         except (TypeError, ValueError):
-            text = " ".join(repr(obs).split())[:100]
-            raise InputError(f"{self._name} gave an observation that is not a vector of numbers, {text}") from None
+            raise InputError(f"{self._name} gave an observation that is no vector of numbers, {short(obs)}") from None
         if shaped.shape != self._shape:
             raise InputError(
                 f"{self._name} gave an observation of shape {shaped.shape}, but its observation_space is {self._shape}"

@@ -18,6 +18,7 @@ from gymnasium.envs.registration import WrapperSpec
 from gymnasium.utils import RecordConstructorArgs
 
 from common.errors import InputError
+from envs.returned import reason
 from envs.vector import Array
 
 INSTALL = "pip install -e '.[ogbench]'"
@@ -84,8 +85,8 @@ def register(name: str) -> None:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(("ogbench", "dm_control")):
             raise InputError(f"{name} needs OGBench's package, which is not installed: {INSTALL}") from None
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
-        raise InputError(f"{name} needs OGBench's package, which fails: {reason}\nget its pins: {INSTALL}") from error
+        why = f"{name} needs OGBench's package, which fails: {reason(error)}"
+        raise InputError(f"{why}\nget its pins: {INSTALL}") from error
     if "scene-play-singletask-v0" in gym.registry:
         return
     fix = WrapperSpec("Reproducible", "envs.ogbench:Reproducible", {})

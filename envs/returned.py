@@ -14,7 +14,7 @@ def number(key: str, value: Any, name: str) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{name} gave a {key} that is not a number, {_text(value)}") from None
+        raise InputError(f"{name} gave a {key} that is not a number, {short(value)}") from None
 
 
 def is_true(key: str, value: Any, name: str) -> bool:
@@ -22,8 +22,15 @@ def is_true(key: str, value: Any, name: str) -> bool:
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if np.size(value) != 1 or np.asarray(value).dtype.kind not in "biuf" or np.isnan(value):
-        raise InputError(f"{name} gave a {key} of {_text(value)}, which is neither true nor false")
+        raise InputError(f"{name} gave a {key} of {short(value)}, which is neither true nor false")
     return bool(value)
+
+
+def entries(info: Any, name: str) -> dict[str, Any]:
+    """Return an environment's info. Raises InputError if it is no dict."""
+    if not isinstance(info, dict):
+        raise InputError(f"{name} gave the info {short(info)}, which is not a dict")
+    return info
 
 
 def reason(error: BaseException) -> str:
@@ -31,5 +38,6 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__} {error}".split())[:300]
 
 
-def _text(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return what an environment gave, in one short line."""
     return " ".join(repr(value).split())[:100]

@@ -20,7 +20,7 @@ from common.seeding import seeds
 from common.timings import Timings
 from envs.make import make, make_vector
 from envs.settings import require_constructor_arguments
-from envs.state import get_states, set_states
+from envs.state import evaluation_generators, get_states, set_generators, set_states
 from envs.vector import AsyncEnvs, Step
 
 Array = NDArray[np.float32]
@@ -50,7 +50,7 @@ class Rollout(Part):
 
     schema: ClassVar[Schema] = {
         "envs": [{str: object}], "steps": int, "returns": [float], "lengths": [int], "finished": [(float, int)],
-        "plans?": [np.ndarray],
+        "plans?": [np.ndarray], "evaluation?": [{str: str}],
     }  # fmt: skip
 
     def __init__(self, env: str, args: RunArgs, settings: dict[str, Any] | None = None) -> None:
@@ -62,6 +62,7 @@ class Rollout(Part):
         require_constructor_arguments(settings)
         self.envs = make_vector(env, args.num_envs, args.seed, vectorizer=args.vectorizer, **settings)
         self._eval_envs = [make(env, **settings) for _ in range(min(MAX_EVAL_ENVS, args.eval_episodes))]
+        self._eval_generators = [evaluation_generators(env) for env in self._eval_envs]  # before each evaluation
         self._eval_seeds = seeds(args.seed, "evaluation", args.eval_episodes)
         self.obs_dim = flatdim(self.envs.single_observation_space)
         self.action_dim = flatdim(self.envs.single_action_space)
@@ -118,6 +119,8 @@ class Rollout(Part):
 
     def evaluate(self, policy: Act) -> list[Episode]:
         """Run the evaluation episodes and return them. Their starts are the same each time; training is unchanged."""
+        for env, states in zip(self._eval_envs, self._eval_generators, strict=False):
+            set_generators(env, states)
         return evaluate(policy, self._eval_envs, self._eval_seeds)
 
     def statistics(self) -> dict[str, float]:
@@ -133,7 +136,7 @@ class Rollout(Part):
         return means | self._timings.take()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Return the exact state of the training environments and of the statistics."""
+        """Return the exact state of the training environments and the statistics, and the generators of evaluations."""
         return {
             "envs": get_states(self.envs),
             "steps": self.steps,
@@ -141,13 +144,16 @@ class Rollout(Part):
             "lengths": self._lengths.tolist(),
             "finished": [list(episode) for episode in self._finished],
             "plans": self._plans.left,
+            "evaluation": self._eval_generators,
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Restore what `save` returned. `exact` [num_envs] is False for environments that start a new episode."""
         try:
             if not len(state["returns"]) == len(state["lengths"]) == self.envs.num_envs:
-                raise InputError("The returns or lengths are not those of each environment.")
+                raise InputError(
+                    f"It has {len(state['returns'])} returns, but there are {self.envs.num_envs} environments."
+                )
             self.obs, self.exact = set_states(self.envs, state["envs"])
         except InputError as error:
             raise InputError(f"{folder.parent} does not fit the environment: {RESTORE_OR_RESTART}\n{error}") from None
@@ -155,6 +161,7 @@ class Rollout(Part):
         self._returns[:], self._lengths[:] = state["returns"], state["lengths"]
         self._finished = [(return_, length) for return_, length in state["finished"]]
         self._plans.left = state.get("plans", self._plans.left)
+        self._eval_generators = state.get("evaluation", self._eval_generators)
         self.discard_unfinished_episodes(self.exact)
 
     def discard_unfinished_episodes(self, exact: list[bool]) -> None:

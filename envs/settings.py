@@ -19,7 +19,8 @@ def require_constructor_arguments(kwargs: Mapping[str, Any]) -> None:
         names = ", ".join(wrong)
         raise InputError(f"--env-kwargs has {names}, which no constructor can get: register an id with this argument")
     for name in ("max_episode_steps", "action_repeat"):
-        value = 1 if kwargs.get(name) is None else kwargs[name]
+        value = kwargs.get(name, 1)
+        value = 1 if value is None and name == "max_episode_steps" else value  # None: the registered limit
         if not (isinstance(value, int) and 0 < value < 2**31 and value is not True):
             raise InputError(f"{name} is {value!r}: give a whole number above 0")
 

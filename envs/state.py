@@ -61,11 +61,19 @@ def _generators(env: Env) -> dict[str, str]:
     return found
 
 
+def evaluation_generators(env: Env) -> dict[str, str]:
+    """Return the state of every generator in `env` but the one that `reset(seed=…)` sets, by attribute path."""
+    base = next(path for path, owner in _environments(env) if owner is env.unwrapped)
+    seeded = f"{base}.np_random", f"{base}._np_random"
+    return {path: state for path, state in _generators(env).items() if path not in seeded}
+
+
 def _text(state: Any) -> str:
     return json.dumps(state, default=np.ndarray.tolist)
 
 
-def _set_generators(env: Env, states: dict[str, str]) -> None:
+def set_generators(env: Env, states: dict[str, str]) -> None:
+    """Set the generators at these paths. Raises InputError if `states` are those of another environment."""
     owners = dict(_environments(env))
     for path, text in states.items():
         owner, name = path.rpartition(".")[::2]
@@ -91,8 +99,8 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
 
     The actions of the current episode are kept, so an environment without a time limit grows by one action a step.
     Generators (`np.random.Generator` and `RandomState`) are covered if the environment, or one inside it, has them as
-    attributes.
-    `set_state` detects other randomness, and anything else carried from one episode to the next. It then returns False.
+    attributes. `set_state` detects other randomness, and what else is carried from one episode to the next, if it has
+    changed the episode so far. It then returns False.
     """
 
     _obs: Array
@@ -149,7 +157,7 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
         the result is False. Raises InputError if `state` is not a state of such an environment.
         """
         self._check(state)
-        _set_generators(self.env, state["generators_before"])
+        set_generators(self.env, state["generators_before"])
         self.reset(seed=state["seed"], options=copy.deepcopy(state["options"]))
         for action in state["actions"]:
             if self._done:  # only if the replay has diverged: another step could raise
@@ -160,7 +168,7 @@ class ExactState(gym.Wrapper[Array, Array, Array, Array], RecordConstructorArgs)
             np.asarray(now[key]).tobytes() == np.asarray(state[key]).tobytes() for key in ("obs", "return", "done")
         )
         if not exact:
-            _set_generators(self.env, state["generators"])
+            set_generators(self.env, state["generators"])
             self.reset()
         return exact
 

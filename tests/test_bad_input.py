@@ -301,6 +301,7 @@ def stopped_run(folder: Path) -> None:
         ("checkpoint/replay/000000000000.rows", "truncated", "is missing or damaged"),
         ("checkpoint/replay/000000000000.rows", "gone", "is missing or damaged"),
         ("evaluations.csv", "truncated", "is shorter than its checkpoint requires"),
+        ("metrics.csv", "gone", "is missing"),
         ("checkpoint/state.pt", "of other code", "made by other code: ['extra'] differ"),
     ],
 )

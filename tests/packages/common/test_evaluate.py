@@ -75,6 +75,21 @@ def test_a_reward_that_is_not_finite_ends_the_evaluation():
         evaluate(lambda obs: 2 * obs, [Diverges(), Diverges()], [1, 5])
 
 
+class Vanishes(Countdown):
+    """Its second observation is not a number."""
+
+    def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        obs, *rest = super().step(action)
+        return obs * np.nan if self.steps == 2 else obs, *rest
+
+
+def test_an_observation_that_is_not_finite_ends_the_evaluation():
+    """Also an episode's last, on which no policy acts."""
+    for start in (5, 1):
+        with pytest.raises(RunError, match="gave a non-finite observation in step 2 of evaluation episode 0\n"):
+            evaluate(lambda obs: 2 * obs, [Vanishes()], [start])
+
+
 class PaysTooMuch(Countdown):
     """Its rewards are finite; the sum of two is not."""
 

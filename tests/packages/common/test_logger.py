@@ -89,6 +89,15 @@ def test_times_are_medians_since_they_were_taken(monkeypatch: pytest.MonkeyPatch
     assert timings.take() == {}
 
 
+def test_times_without_a_log_do_not_fill_the_memory():
+    """The last 10,000 of a block count: a run may log once in a million steps."""
+    timings = Timings()
+    for _ in range(12_000):
+        with timings("update"):
+            pass
+    assert [len(times) for times in timings._milliseconds.values()] == [10_000]
+
+
 def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     Logger(tmp_path, (0, 100), None).log({"a": 1.0})  # never imports it

@@ -42,6 +42,7 @@ from common.errors import InputError, RunError
 from common.launch import Launch
 from common.networks import mlp
 from common.optim import Adam
+from common.provenance import hardware
 from common.recorded import CannotCompile, RecordedFunction, Recording, compiler_version
 from common.replay_buffer import Batch, ReplayBuffer
 from common.tracing import CannotRecord
@@ -705,6 +706,21 @@ def test_checks_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch):
         later = [time for time in checks if time > 200.0]  # after the 10th and 100th report
         assert len(later) > 2
         assert all(0.0 <= b - a - took - every <= 1.0 for a, b in itertools.pairwise(later))
+
+
+def test_another_processor_is_named_at_the_resume(
+    small: Callable[..., RunArgs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """And another number of threads, which also changes sums' last bits; the number of cores does not."""
+    args = small(total_steps=300)
+    module("sac").train(args)
+    for other, warned in (({"cores": 96}, ""), ({"cpu": "another", "threads": 96}, "cpu, threads changed since the")):
+        found = hardware(torch.device("cpu")) | other
+        monkeypatch.setattr("common.run.hardware", lambda device, found=found: found)
+        capsys.readouterr()
+        module("sac").train(small(total_steps=args.total_steps + 10 * len(other), run_dir=args.run_dir))
+        said = capsys.readouterr().err
+        assert warned in said if warned else "changed since" not in said
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -115,7 +115,7 @@ gym.register("Misbehaving-v0", entry_point=Misbehaving, max_episode_steps=1000)
         ),
         ((of({})[0], "1.0", *of({})[2:]), InputError, r"gave a reward that is not a number, '1\.0'"),
         ((*of({})[:3], None, {}), InputError, "gave a truncation of None, which is neither true nor false"),
-        (("text", *of({})[1:]), InputError, "gave an observation that is not a vector of numbers, 'text'"),
+        (("text", *of({})[1:]), InputError, "gave an observation that is no vector of numbers, 'text'"),
     ],
 )
 def test_a_step_that_misbehaves_is_told_in_two_lines(
@@ -161,6 +161,18 @@ def test_an_info_that_is_no_dict_is_refused() -> None:
     env.unwrapped.step = lambda action: of(None)  # type: ignore[attr-defined, method-assign]
     with pytest.raises(InputError, match="Odd-v0 gave the info None, which is not a dict"):
         env.step(np.zeros(1, np.float32))
+    env = make("Odd-v0", all_infos=True)
+    env.unwrapped.reset = lambda **_: (np.zeros(3, np.float32), None)  # type: ignore[attr-defined, method-assign]
+    with pytest.raises(InputError, match="Odd-v0 gave the info None, which is not a dict"):
+        env.reset()
+
+
+def test_a_start_that_is_not_finite_is_refused() -> None:
+    """Otherwise the policy's action would be, and the learning rate would be named as the cause."""
+    env = make("Odd-v0")
+    env.unwrapped.reset = lambda **_: (np.full(3, np.inf), {})  # type: ignore[attr-defined, method-assign]
+    with pytest.raises(RunError, match="Odd-v0 starts an episode with a non-finite observation: correct its reset"):
+        env.reset()
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.bool_(True), np.ones(1), np.float32(1)])

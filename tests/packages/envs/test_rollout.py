@@ -43,6 +43,24 @@ class Drifting(gym.Env[Any, Any]):
         return obs, 1.0, False, self.count == 5, {}
 
 
+class OwnNoise(gym.Env[Any, Any]):
+    """An episode is one step, which pays a number of a generator of its own that no seed sets."""
+
+    observation_space = Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = Box(-1, 1, (1,), np.float32)
+
+    def __init__(self) -> None:
+        self.noise = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        return np.zeros(1, np.float32), self.noise.normal(), True, False, {}
+
+
+gym.register("OwnNoise-v0", entry_point=OwnNoise)
 gym.register("Apart-v0", entry_point=Short)  # whose episodes end apart
 gym.register("Counter-v0", entry_point=Counter)
 gym.register("RolloutDrifting-v0", entry_point=Drifting)
@@ -226,6 +244,18 @@ def test_evaluations_leave_training_alone_and_start_alike(rollout: Any) -> None:
     assert [episode.length for episode in first] == [200, 200]
     assert first == second
     assert same(before, made.save(FOLDER))
+
+
+def test_evaluations_start_alike_with_a_generator_of_the_environments_own(rollout: Any) -> None:
+    """Also after a resume, and also if several episodes use one environment."""
+    made = rollout("OwnNoise-v0", eval_episodes=25)
+    first, second = (made.evaluate(lambda obs: 0 * obs) for _ in range(2))
+    assert first == second
+    assert len({episode.return_ for episode in first}) == 25
+    resumed = rollout("OwnNoise-v0", eval_episodes=25)
+    assert resumed.evaluate(lambda obs: 0 * obs) != first
+    resumed.load(FOLDER, made.save(FOLDER))
+    assert resumed.evaluate(lambda obs: 0 * obs) == first
 
 
 def test_many_evaluation_episodes_need_few_environments(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
