@@ -139,7 +139,7 @@ def require_unchanged(folder: Path) -> None:
         own = facts.pop(CHECKSUM, None)
         if not facts.keys() <= {"step", "checksums"} or own not in (None, _checksum_of(facts)):
             raise ValueError
-        wanted = facts.get("checksums", {})
+        wanted = dict(facts.get("checksums", {}))
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise InputError(f"{path} is damaged: {RESTORE_FINISHED}") from None
     for name, written in wanted.items():

@@ -325,7 +325,8 @@ def write_minari(
                 os.fsync(file.fileno())
         namespace = parse_dataset_id(dataset_id)[0]
         if namespace and namespace not in list_local_namespaces():
-            create_namespace(namespace)
+            with contextlib.suppress(ValueError):  # another process has just made it
+                create_namespace(namespace)
         aside.rename(folder)
     except OSError as error:
         raise _no_room(folder, error.strerror) from None

@@ -99,7 +99,7 @@ class Film:
         self.fails_after = fails_after
 
     def write_frames(self, path: Path, size: tuple[int, int], fps: float, **options: Any) -> Iterator[None]:
-        self.path, self.size, self.fps = path, size, fps
+        self.path, self.size, self.fps, self.first = path, size, fps, len(self.frames)
         path.write_bytes(b"begun")
         try:
             while len(self.frames) < self.fails_after:
@@ -107,6 +107,10 @@ class Film:
             raise OSError(28, "No space left on device")
         finally:
             path.write_bytes(b"whole")
+
+    def count_frames_and_secs(self, path: str) -> tuple[int, float]:
+        count = len(self.frames) - self.first
+        return count, count / self.fps
 
 
 def write_suite(folder: Path, text: str, name: str = "mine") -> str:

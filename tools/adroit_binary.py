@@ -28,7 +28,7 @@ import numpy as np
 
 from common.arguments import at_least
 from common.command_line import command_line
-from common.errors import Finished, InputError
+from common.errors import Finished, InputError, RunError
 from common.messages import log
 from common.provenance import commit, versions
 from envs.d4rl import solved
@@ -83,6 +83,8 @@ def until_solved(data: Transitions) -> Transitions:
 
 def main(args: Args) -> None:
     at_least(1, rollouts=args.rollouts)
+    if not args.output.endswith(".hdf5"):
+        raise InputError(f"--output is {args.output}: give a file that ends in .hdf5")
     if args.demonstrations in d4rl.IDS and "-human-" in args.demonstrations:
         raise InputError(
             f"{args.demonstrations} marks time-outs inside its demonstrations, which are cut there (docs/d4rl.md): "
@@ -91,7 +93,7 @@ def main(args: Args) -> None:
     arguments = asdict(args)
     with reserved(args.output) as before:
         if before is not None:
-            if before.get("arguments") != arguments:
+            if before.get("arguments", {}) | {"output": args.output} != arguments:
                 raise InputError(f"{args.output} exists and was made with other arguments: give another --output")
             raise Finished(f"{args.output} was already made by the same command: nothing to do")
         make(args)
@@ -127,9 +129,9 @@ def make(args: Args) -> None:
 
 
 def run(module: str, *arguments: str) -> None:
-    """Run one of our commands to its end. Raise InputError if it fails."""
+    """Run one of our commands to its end. Raise RunError if it fails."""
     if subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode:
-        raise InputError(f"{module} failed: see above")
+        raise RunError(f"{module} failed: see above")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Args:
     replay: Path | None = None
     """Run folder, instead of --policy. All transitions in its checkpoint's replay buffer become the dataset."""
     ref_scores: tuple[float, float] | None = None
-    """Returns that score 0 and 100, to store with the data."""
+    """Two returns to store with the data: the one that scores 0, and the one that scores 100."""
 
     # With --policy
     transitions: int = 1_000_000
@@ -71,7 +71,7 @@ class Args:
     # The environment
     env_kwargs: str = "{}"
     """Arguments of the environment's constructor, as a dict in JSON. They are stored with the data.
-    The environment of a run folder keeps the run's."""
+    A run folder's environment keeps those that the run was trained with."""
 
     def __post_init__(self) -> None:
         if bool(self.policy) == bool(self.replay):
@@ -163,7 +163,7 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
     # Paths and the vectorizer do not change the data. The policies' bytes do, and "sources" holds their hashes.
     irrelevant = ("output", "policy", "replay", "vectorizer")
     try:
-        there, here = ({"sources": r["sources"], "env_kwargs": "{}"} | r["arguments"] for r in (before, now))
+        there, here = ({"sources": _nameless(r["sources"]), "env_kwargs": "{}"} | r["arguments"] for r in (before, now))
     except (KeyError, TypeError):
         there, here = {}, {"recipe": None}
     here = {k: list(v) if isinstance(v, tuple) else v for k, v in here.items()}  # JSON stores a tuple as a list
@@ -174,6 +174,10 @@ def _same_or_refuse(output: str, before: dict[str, Any], now: dict[str, Any]) ->
             f"{output} exists and holds other data: {listed or 'the policies differ'}\ngive another --output"
         )
     raise Finished(f"{output} was already made by the same command: nothing to do")
+
+
+def _nameless(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in source.items() if key != "name"} for source in sources]
 
 
 def _collected(args: Args, env_id: str, settings: dict[str, Any], policies: list[Policy]) -> tuple[Transitions, Infos]:

@@ -39,23 +39,28 @@ Arrays = dict[str, Any]  # arguments of `write_dataset`
 
 @dataclass
 class Args:
-    file: Annotated[Path, tyro.conf.Positional]
+    file: Annotated[str, tyro.conf.Positional]
     """File to convert, or the id of a dataset."""
     output: str
     """Dataset to write: a file that ends in .hdf5 (D4RL's layout), or minari:namespace/name-v0."""
     env: str | None = None
-    """Gymnasium id of the environment for evaluation."""
+    """Gymnasium id of the environment for evaluation, by default the dataset's own. For OGBench's files, a task."""
     horizon: int | None = None
     """Time limit in steps, for files that do not distinguish terminations from time limits.
-    Episodes of this length are truncated, shorter ones terminated. By default it is the limit of --env."""
+    Episodes of this length are truncated, shorter ones terminated. By default it is the limit of --env, and for
+    robomimic there is none."""
     obs_keys: tuple[str, ...] = ()
     """Observations of a robomimic file, joined in this order. By default, all vectors by name."""
     action_low: tuple[float, ...] = ()
-    """Lowest action, one number or one for each dimension. By default it is that of --env."""
+    """Lowest action, one number or one for each dimension. By default it is the dataset's own, that of --env, or -1."""
     action_high: tuple[float, ...] = ()
     """Highest action, as --action-low."""
     ref_scores: tuple[float, float] | None = None
-    """Returns that score 0 and 100, to store with the data."""
+    """Two returns to store with the data: the one that scores 0, and the one that scores 100."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
 
     def __post_init__(self) -> None:
         if self.horizon is not None and self.horizon < 1:
@@ -168,6 +173,10 @@ FORMATS = (
 ROBOMIMIC = ("data/demo_0/obs", "data/demo_0/actions", "data/demo_0/rewards", "data/demo_0/dones")
 
 
+def is_demo(name: str) -> bool:
+    return re.fullmatch(r"demo_\d+", name) is not None
+
+
 def of_robomimic(args: Args, file: h5py.File) -> Arrays:
     """Return the demonstrations of robomimic, in the order of their numbers.
 
@@ -181,8 +190,7 @@ def of_robomimic(args: Args, file: h5py.File) -> Arrays:
     made_in = json.loads(data.attrs.get("env_args", "{}")).get("env_name", "an unknown environment")
     if made_in in d4rl.IDS:
         raise InputError(f"{args.file} is D4RL's {made_in} with time limits as terminations: give --dataset {made_in}")
-    names = sorted((name for name in data if re.fullmatch(r"demo_\d+", name)), key=lambda name: int(name[5:]))
-    demos = [data[name] for name in names]
+    demos = [data[name] for name in sorted(filter(is_demo, data), key=lambda name: int(name[5:]))]
     keys = _obs_keys(args, demos[0]["obs"])
     log.info(f"{len(demos):,} demonstrations in {made_in}; observations: {', '.join(keys)}")
     arrays = {
@@ -226,16 +234,18 @@ def _joined(demos: list[h5py.Group], group: str, keys: list[str]) -> Array:
 
 def of_dataset(args: Args) -> Arrays:
     """Return all of a dataset that `--dataset` takes, with its environment, box and reference scores."""
-    _leave_out(args, "horizon", "obs_keys")
-    recording = dataset.read(args.file)
+    _leave_out(args, "obs_keys")
+    recording = dataset.read(args.file, horizon=args.horizon)
     parts = (np.concatenate(part) for part in zip(*recording.blocks(), strict=True))
     names = "observations", "actions", "rewards", "next_observations", "terminations"
     arrays: Arrays = dict(zip(names, parts, strict=True))
     arrays["episode_ends"] = np.isin(np.arange(len(recording)), recording.ends - 1)
     if lost := int(np.isfinite(recording.dropped_final_rewards).sum()):
         log.warning(f"the last steps of {lost:,} episodes have no successor: they are left out")
-    if args.env in (None, recording.env):
-        arrays |= {"env": recording.env, "env_kwargs": recording.env_kwargs, "ref_scores": recording.reference}
+    if args.env in (None, recording.env, recording.untrusted_env):
+        arrays["ref_scores"] = recording.reference
+        if env := args.env or recording.env:
+            arrays |= {"env": env, "env_kwargs": recording.env_kwargs}
     if recording.untrusted_env and not args.env:
         log.warning(f"{recording.untrusted_env} is left out: give --env {recording.untrusted_env} to keep it")
     if recording.box is not None:
@@ -286,20 +296,20 @@ def read(args: Args) -> tuple[str, Arrays]:
 
     Raises InputError if the file is missing or damaged, or if its format is unknown.
     """
-    if not args.file.is_file():
-        if args.file.suffix in (".npz", ".hdf5", ".h5"):
+    if not args.path.is_file():
+        if args.path.suffix in (".npz", ".hdf5", ".h5"):
             raise InputError(f"there is no file {args.file}")
         return "a dataset", of_dataset(args)
     try:
-        with args.file.open("rb") as file:
+        with args.path.open("rb") as file:
             head = file.read(512)
     except OSError as error:
-        raise unreadable(args.file, error) from None
-    if h5py.is_hdf5(args.file):
+        raise unreadable(args.path, error) from None
+    if h5py.is_hdf5(args.path):
         return _read_hdf5(args)
     if not head.startswith(b"PK"):
         raise _unknown(args, f"{kind_of(head)}no .npz or HDF5 file")
-    archive = Archive(args.file)
+    archive = Archive(args.path)
     found = next((each for each in FORMATS if all(key in archive for key in each.keys)), None)
     if found is None:
         raise _unknown(args, f"an archive of {', '.join(archive.keys)}")
@@ -312,12 +322,12 @@ def read(args: Args) -> tuple[str, Arrays]:
 
 def _read_hdf5(args: Args) -> tuple[str, Arrays]:
     try:
-        with opened(args.file) as file:
+        with opened(args.path) as file:
             if all(key in file for key in d4rl.KEYS):
                 if not args.output.startswith(MINARI):
                     raise InputError(f"{args.file} is in D4RL's layout already: give it as --dataset")
                 return "D4RL's layout", of_dataset(args)
-            demos = [name for name in file.get("data", ()) if name.startswith("demo_")]
+            demos = list(filter(is_demo, file.get("data", ())))
             missing = {key for name in demos for key in ROBOMIMIC if key.replace("demo_0", name) not in file}
             if not demos:
                 raise _unknown(args, f"an HDF5 file of {', '.join(file)}")
@@ -329,7 +339,7 @@ def _read_hdf5(args: Args) -> tuple[str, Arrays]:
             log.info(f"{args.file} is robomimic's HDF5")
             return "robomimic's HDF5", of_robomimic(args, file)
     except (*BAD_FILE, TypeError, AttributeError) as error:  # the latter: a group in place of an array, or the reverse
-        raise unreadable(args.file, error) from None
+        raise unreadable(args.path, error) from None
 
 
 def _unknown(args: Args, what: str) -> InputError:
@@ -345,7 +355,7 @@ def main(args: Args) -> None:
     kind, arrays = read(args)
     given = {name: np.squeeze(value) for name in ("action_low", "action_high") if (value := getattr(args, name))}
     given |= {name: value for name in ("env", "ref_scores") if (value := getattr(args, name))}
-    write_dataset(args.output, **arrays | given, source=f"{args.file.name}, {kind}")
+    write_dataset(args.output, **arrays | given, source=f"{args.path.name}, {kind}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.files import write_json
@@ -60,7 +61,7 @@ SUITE = {
 
 @dataclass
 class Args:
-    """Folders, and commands at once."""
+    """Folders and number of processes."""
 
     folder: Path = ROOT / "data"
     """Folder of the datasets and of the runs that make them."""
@@ -118,6 +119,7 @@ def _run(line: str, *paths: str) -> None:
 
 def main(args: Args) -> None:
     """Build and describe all datasets."""
+    at_least(1, jobs=args.jobs)
     args.folder, args.experts = args.folder.resolve(), args.experts.resolve()
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda name: build(name, args), SUITE))

@@ -50,12 +50,12 @@ class Args:
     sampled: bool = False
     """Act with the policy's noise. By default the policy acts as in evaluations."""
     seed: int | None = None
-    """Seed of the episodes, used as a run uses --seed for evaluations. By default it is the run's own."""
+    """Seed of the episodes, as a run's --seed gives those of its evaluations. By default it is the run's own."""
     env: str | None = None
     """Environment to use instead of the run's, with the same observations and actions."""
     env_kwargs: str = "{}"
-    """Arguments of the environment's constructor, as a dict in JSON. In the run's environment, the run's are the
-    defaults, and others give a warning."""
+    """Arguments of the environment's constructor, as a dict in JSON. In the run's own environment, those that you leave
+    out are the run's, and a changed one gives a warning."""
     csv: Path | None = None
     """File to write with a row for each episode."""
     json: Path | None = None
@@ -73,7 +73,6 @@ class Plan:
     """A policy that was read once, and how to evaluate it. It holds no weights, because there may be many policies."""
 
     name: str
-    step: int
     env_id: str
     settings: dict[str, Any]
     seed: int
@@ -86,11 +85,11 @@ def plan_of(args: Args, name: str) -> Plan:
     seed = int(trained.arguments["seed"]) if args.seed is None else args.seed
     with contextlib.closing(make(env_id, **settings)) as env:
         load_agent(trained, flatdim(env.observation_space), flatdim(env.action_space), seed)
-    return Plan(name, trained.facts["step"], env_id, settings, seed)
+    return Plan(name, env_id, settings, seed)
 
 
-def episodes_of(args: Args, plan: Plan) -> list[tuple[int, Episode]]:
-    """Return each episode of a policy with its seed."""
+def episodes_of(args: Args, plan: Plan) -> tuple[int, list[tuple[int, Episode]]]:
+    """Return the policy's step, and each episode with its seed. The run may have learned on since `plan_of`."""
     each = seeds(plan.seed, "evaluation", args.episodes)
     with contextlib.ExitStack() as stack:
         envs = [
@@ -98,7 +97,7 @@ def episodes_of(args: Args, plan: Plan) -> list[tuple[int, Episode]]:
             for _ in range(min(MAX_EVAL_ENVS, args.episodes))
         ]
         policy = load_policy(plan.name, envs[0], plan.seed, deterministic=not args.sampled)
-        return list(zip(each, evaluate(policy, envs, each), strict=True))
+        return policy.facts["step"], list(zip(each, evaluate(policy, envs, each), strict=True))
 
 
 def summary(episodes: list[Episode], scores: list[float] | None) -> dict[str, Any]:
@@ -130,17 +129,17 @@ def main(args: Args) -> list[dict[str, Any]]:
             prepare_output(path, flag)
     found, rows = [], []
     for plan in plans:
-        seeds_used, episodes = zip(*episodes_of(args, plan), strict=True)
+        step, pairs = episodes_of(args, plan)
+        seeds_used, episodes = zip(*pairs, strict=True)
         score = scorer(plan.env_id, reference(plan.env_id)) if is_plain(plan.env_id, plan.settings) else None
         scores = score(episodes).tolist() if score else None
-        found.append({"policy": plan.name, "step": plan.step, **summary(list(episodes), scores)})
+        found.append({"policy": plan.name, "step": step, **summary(list(episodes), scores)})
         if len(plans) > 1:  # the table comes after the last one
             row = {heading: _text(heading, found[-1][heading]) for heading in HEADINGS[1:]}
             log.info(f"{plan.name}: {', '.join(f'{heading} {text}' for heading, text in row.items() if text)}")
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):
             success = "" if episode.success is None else int(episode.success)
             rows.append((plan.name, i, seed, episode.return_, episode.length, success, scores[i] if scores else ""))
-    print_result(table(found))
     if args.csv:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
@@ -149,6 +148,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     if args.json:
         with replacing(args.json) as file:
             file.write((json.dumps(found, indent=2) + "\n").encode())
+    print_result(table(found))  # after the files: it ends the program if the reader of a pipe has gone
     return found
 
 

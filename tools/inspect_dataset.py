@@ -52,9 +52,9 @@ class Args:
     """Environment whose action box is used if the file states none, instead of the environment that it names.
     If the file states another box, a warning is printed."""
     picture: Path | None = None
-    """Write the distribution of returns to this file (.png, .pdf, .svg)."""
+    """Write the distribution of returns to this file (.png, .pdf, .svg; without a suffix, PNG)."""
     json: Path | None = None
-    """Also write all figures to this JSON file."""
+    """Also write all numbers to this JSON file. A number that is not finite is null there."""
 
 
 def facts(recording: RawDataset, reference: RawDataset | None = None, env: str | None = None) -> dict[str, Any]:
@@ -287,6 +287,15 @@ def draw(returns: NDArray[np.float64], title: str, path: Path) -> None:
         figure.savefig(file, format=path.suffix.lstrip(".") or "png", dpi=120)
 
 
+def _without_nan(value: Any) -> Any:
+    """Return the value with None in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def _horizon_of_reference(args: Args) -> int | None:
     """Return the time limit that the user gave, if the reference is a file that does not mark its time-outs."""
     if args.horizon is None or not Path(str(args.reference)).is_file():
@@ -308,12 +317,12 @@ def main(args: Args) -> None:
     recording = read(args.dataset, args.d4rl_compat, args.horizon)
     reference = read(args.reference, args.d4rl_compat, _horizon_of_reference(args)) if args.reference else None
     found, returns = facts(recording, reference, args.env), recording.returns()
-    print_result(describe(found, returns))
     if args.json is not None:
         with replacing(args.json) as file:
-            file.write(json.dumps(found, indent=1).encode())
+            file.write(json.dumps(_without_nan(found), indent=1, allow_nan=False).encode())
     if args.picture is not None:
         draw(returns, f"{recording.id}: {len(returns):,} episodes", args.picture)
+    print_result(describe(found, returns))  # after the files: it ends the program if the reader of a pipe has gone
 
 
 if __name__ == "__main__":

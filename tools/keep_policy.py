@@ -4,7 +4,7 @@
     python -m tools.keep_policy iql/hopper-medium runs/iql__hopper-medium__1 runs/iql__hopper-medium__2
 
 The best is the one with the highest mean return over 20 episodes. It is then evaluated on 100 other episodes, because
-the highest of several means is too high. The file has these returns, and what it was chosen from.
+the highest of several means is too high. The file stores these returns and the candidates.
 """
 
 import common.start
@@ -38,7 +38,7 @@ class Args:
     """Name of the policy: <algorithm>/<environment or dataset>."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Runs of the same algorithm and environment or dataset, or policy files.
-    A kept policy brings the seeds that it was chosen from."""
+    If one of them is a kept policy, the file also lists the candidates of that one."""
 
 
 def name_of(run: Trained) -> str:
@@ -65,6 +65,8 @@ def candidates(run: Trained, mean: float) -> list[list[float]]:
 
 def main(args: Args) -> Path:
     """Write the policy and return its file. Raise InputError if the runs are of another algorithm or task."""
+    if not args.runs:
+        raise InputError(f"no run is given: give runs of {args.name}")
     torch.set_num_threads(1)
     runs = [read_trained(source) for source in args.runs]
     for run in runs:

@@ -8,7 +8,7 @@ data made here. Files have the package's names and arrays, and `--dataset` finds
 many episodes.
 
 Each episode has a seed of its own, so the number of processes does not change the data. The same command resumes an
-interrupted one, at most ten episodes for each process are lost, and it does nothing if its result exists.
+interrupted one, which loses at most ten episodes of each process. It does nothing if its result exists.
 
 Source: Park et al. 2025, "OGBench", arXiv 2410.20092, appendix on datasets, and the settings of its repository (MIT).
 """
@@ -35,6 +35,7 @@ import tyro
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.files import replacing, write_json
@@ -69,7 +70,7 @@ class Args:
     seed: int = 0
     """Random seed."""
     described: Path | None = None
-    """Folder of another copy of the descriptions, such as results/datasets. The first is next to the data."""
+    """Folder for a second copy of the descriptions, such as results/datasets. The first is next to the data."""
 
 
 def parsed(name: str) -> Task:
@@ -141,9 +142,9 @@ def make(task: Task, args: Args) -> None:
     else:
         before |= description(task, paths["train"])
         write_json(note, before)
-        if args.described:
-            write_json(args.described / note.name, before)
         log.info(f"{before['transitions']:,} transitions are in {paths['train']}")
+    if args.described:
+        write_json(args.described / note.name, before)
     shutil.rmtree(parts, ignore_errors=True)  # they are left if a kill came after the last file
 
 
@@ -221,6 +222,9 @@ def end_with_parent() -> None:
 def main(args: Args) -> None:
     if args.transitions < 1 or args.jobs < 1:
         raise InputError("--transitions and --jobs: give whole numbers of 1 or more")
+    at_least(0, seed=args.seed)
+    if not args.tasks:
+        raise InputError("no dataset is named: give one such as scene-play")
     tasks = [parsed(name) for name in args.tasks]
     for task in tasks:
         environments.register(task.env)

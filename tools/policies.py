@@ -148,7 +148,8 @@ def _missing(source: str, otherwise: str) -> InputError:
 
 def is_trained(source: str) -> bool:
     """Return whether `source` is a run folder, a policy file, or the name of one in results/policies."""
-    return Path(source).is_dir() or source.endswith(SUFFIX) or _named(source).exists()
+    is_word = source in ("random", "waypoints")
+    return not is_word and (Path(source).is_dir() or source.endswith(SUFFIX) or _named(source).exists())
 
 
 def _named(source: str) -> Path:

@@ -114,7 +114,7 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             policy, said = _unpacked(file, "policy.pth", "data")
         if zipfile.is_zipfile(io.BytesIO(policy)):  # PyTorch's files are archives too
             _unpacked(io.BytesIO(policy))
-    except (zipfile.BadZipFile, OSError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
         raise InputError(f"{path} is not a complete Stable-Baselines3 .zip: {error}") from None
     try:
         weights = torch.load(io.BytesIO(policy), map_location="cpu", weights_only=True)

@@ -32,6 +32,7 @@ from common.arguments import at_least
 from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.evaluate import MAX_EPISODE_STEPS, evaluate
+from common.files import prepare_output
 from common.messages import log, print_result
 from common.progress import Progress
 from common.seeding import seeds
@@ -66,12 +67,12 @@ class Args:
     sampled: bool = False
     """Act with the policy's noise. By default the policy acts as in evaluations."""
     seed: int | None = None
-    """Seed of the episodes, used as a run uses --seed for evaluations. By default it is the run's own."""
+    """Seed of the episodes, as a run's --seed gives those of its evaluations. By default it is the run's own."""
     env: str | None = None
     """Environment to use instead of the run's, with the same observations and actions."""
     env_kwargs: str = "{}"
-    """Arguments of the environment's constructor, as a dict in JSON. In the run's environment, the run's are the
-    defaults, and others give a warning."""
+    """Arguments of the environment's constructor, as a dict in JSON. In the run's own environment, those that you leave
+    out are the run's, and a changed one gives a warning."""
 
     def __post_init__(self) -> None:
         at_least(1, episodes=self.episodes)
@@ -98,6 +99,8 @@ def watch(args: Args) -> None:
     if args.play and not _is_mujoco(env):
         env = make(env_id, **settings | {"render_mode": "human"})
     output = args.output or run.output("video.mp4", env_id)
+    if not args.play:
+        prepare_output(output, "--output")
     each = seeds(int(run.arguments["seed"]) if args.seed is None else args.seed, "evaluation", args.episodes)
     policy = load_policy(str(args.policy), env, each[0], deterministic=not args.sampled)
     with contextlib.closing(env), window(env) if args.play else mp4(env, output, args.episodes) as show:
@@ -159,7 +162,7 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
     renderer is missing, or `env` gives no pictures. Raise RunError if the file cannot be written.
     """
     try:
-        from imageio_ffmpeg import write_frames
+        from imageio_ffmpeg import count_frames_and_secs, write_frames
     except ImportError:
         raise InputError(
             "an mp4 needs imageio-ffmpeg, which `make video` installs: pip install -e '.[video]'"
@@ -201,6 +204,12 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
             for writer in writers:
                 writer.close()
             progress.close()
+        try:  # `close` raises nothing if the encoder fails at its end
+            is_whole = not writers or count_frames_and_secs(str(part))[0] == progress.step
+        except RuntimeError:
+            is_whole = False
+        if not is_whole:
+            raise OSError("the encoder failed: is the disk full?")
         part.replace(path)
         seconds = time.perf_counter() - started
         log.info(f"{progress.step:,} frames in {seconds:.1f} s, {progress.step / seconds:.1f} frames/s")

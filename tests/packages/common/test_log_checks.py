@@ -131,7 +131,7 @@ def test_a_log_that_is_a_link_to_nothing_has_changed(finished: Path) -> None:
     kept.rename(log)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '"done"', "[" * 100_000])
+@pytest.mark.parametrize("content", ["{", "[]", '"done"', "[" * 100_000, '{"step": 400, "checksums": ["x"]}'])
 def test_a_damaged_mark_of_the_end_is_named(content: str, finished: Path) -> None:
     path = finished / "DONE"
     before = path.read_text()

@@ -10,7 +10,7 @@ import pytest
 from conftest import SHARED
 
 from common.command_line import command_line
-from common.errors import Finished, InputError
+from common.errors import Finished, InputError, RunError
 from envs.d4rl import solved
 from envs.make import make
 from offline.arrays import Transitions
@@ -95,7 +95,7 @@ def test_demonstrations_that_d4rl_cuts_in_two_are_refused(tmp_path: Path) -> Non
 
 def test_a_command_that_fails_is_named() -> None:
     run("this")
-    with pytest.raises(InputError, match="no_such_module failed: see above"):
+    with pytest.raises(RunError, match="no_such_module failed: see above"):
         run("no_such_module")
 
 
@@ -152,3 +152,9 @@ def test_all_rollouts_are_whole(
 def test_no_rollouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--rollouts is 0: give a number of 1 or more"):
         main(Args("mine.hdf5", str(tmp_path / "pen.hdf5"), rollouts=0))
+
+
+def test_an_output_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.adroit_binary.run", lambda *_: pytest.fail("the work began"))
+    with pytest.raises(InputError, match=r"--output is minari:pen/binary-v0: give a file that ends in \.hdf5"):
+        main(Args("mine.hdf5", "minari:pen/binary-v0"))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -301,6 +302,28 @@ def test_the_same_command_again_does_nothing():
         with pytest.raises(InputError, match=r"seed \(1 there, 2 here\)"):
             made(output, seed=2)
     assert Path("data.hdf5").stat().st_mtime_ns == before
+
+
+def test_the_folder_of_a_policy_does_not_change_the_data(small):
+    """Its bytes do. And the words for untrained policies are not folders of the same name."""
+    folder = module("sac").train(small(total_steps=60, eval_episodes=0)).folder
+    made(policy=(str(folder),))
+    shutil.move(folder, "elsewhere")
+    with pytest.raises(Finished, match="nothing to do"):
+        made(policy=("elsewhere",))
+    other = module("sac").train(small(total_steps=80, eval_episodes=0, run_dir=Path("other"))).folder
+    with pytest.raises(InputError, match="holds other data: the policies differ"):
+        made(policy=(str(other),))
+    Path("random").mkdir()
+    assert len(made("random.hdf5")["rewards"]) == len(made("again.hdf5")["rewards"])
+
+
+def test_two_commands_may_make_a_namespace_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The other one makes it after this one has looked."""
+    monkeypatch.setattr("offline.write.list_local_namespaces", list)
+    minari.namespace.create_namespace("shared")
+    collect(Args("minari:shared/random-v0", "Pendulum-v1", ("random",), transitions=500, num_envs=2))
+    assert minari.load_dataset("shared/random-v0").total_steps == 500
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from pages import commands
 
 from common.command_line import command_line, parse
 from common.errors import InputError
-from offline.dataset import load
+from offline.dataset import load, read
 from tools.convert import Args, main
 
 LENGTHS = (3, 2, 4)  # transitions of the trajectories
@@ -283,6 +283,42 @@ def test_code_that_a_dataset_names_is_not_imported(caplog: pytest.LogCaptureFixt
     assert "mine:Walk-v0 is left out: give --env mine:Walk-v0 to keep it" in caplog.text
 
 
+def test_the_advice_to_name_code_keeps_the_environments_arguments(tmp_path: Path, monkeypatch: Any) -> None:
+    """And the reference scores, which are also kept without the code."""
+    (tmp_path / "walks.py").write_text(
+        "import gymnasium\ngymnasium.register('Swing-v0', 'gymnasium.envs.classic_control.pendulum:PendulumEnv')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    facts = {"env": "walks:Swing-v0", "env_kwargs": '{"g": 3.0}', "ref_min_score": -5.0, "ref_max_score": 5.0}
+    converted(PENDULUM, "minari:mine/swing-v0")
+    main(Args("mine/swing-v0", "swing.hdf5"))
+    with h5py.File("swing.hdf5", "a") as file:
+        file.attrs.update(facts)
+    for env, settings in ((None, {}), ("walks:Swing-v0", {"g": 3.0})):
+        name = f"mine/swing-v{1 if env else 2}"
+        main(Args("swing.hdf5", f"minari:{name}", env=env))
+        found = read(name)
+        assert (found.untrusted_env, found.env_kwargs or {}, found.reference) == (env, settings, (-5.0, 5.0))
+
+
+def test_a_file_without_timeouts_takes_a_horizon() -> None:
+    """It is D4RL's layout. Two walks terminate, and that of four steps is cut."""
+    terminals = ENDS & (np.arange(9) < 8)
+    converted(named(terminals=terminals, timeouts=ENDS & ~terminals), "named.hdf5", **BOX)
+    with h5py.File("named.hdf5", "a") as file:
+        del file["timeouts"]
+    with pytest.raises(InputError, match=r"has no timeouts.*give their time limit as --horizon"):
+        converted(Path("named.hdf5"), "minari:mine/walk-v0", **BOX)
+    dataset = converted(Path("named.hdf5"), "minari:mine/walk-v0", horizon=4, **BOX)
+    assert_holds(dataset, terminals)
+    assert dataset.ends.tolist() == (np.flatnonzero(ENDS) + 1).tolist()
+
+
+def test_an_id_of_a_remote_is_not_a_path() -> None:
+    with pytest.raises(InputError, match="hf://nowhere/D4RL/pen/human-v2"):
+        main(Args("hf://nowhere/D4RL/pen/human-v2", "out.hdf5"))
+
+
 def raw_hdf5(**parts: Any) -> Path:
     with h5py.File("raw.hdf5", "w") as file:
         for key, values in parts.items():
@@ -307,6 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Path], dict[str, Any], str]] = {
     "other npz": (lambda: (np.savez("a.npz", x=[1], y=[2]), Path("a.npz"))[1], {}, "an archive of x, y, of no known"),
     "other HDF5": (lambda: raw_hdf5(x=[1]), {}, "an HDF5 file of x, of no known format"),
     "D4RL's": (lambda: make(Path("d.hdf5"), "..t"), {}, "is in D4RL's layout already: give it as --dataset"),
+    "other demonstrations": (lambda: raw_hdf5(**{"data/demo_a/actions": [1]}), {}, "an HDF5 file of data, of no known"),
     "raw robosuite": (lambda: raw_hdf5(**{"data/demo_1/actions": [1]}), {}, "without dones, obs, rewards"),
     "robomimic's D4RL": (lambda: robomimic(env_args={"env_name": "hopper-medium-v2"}), {}, "give --dataset hopper-m"),
     "an image": (robomimic, {"obs_keys": ("agentview_image",)}, "agentview_image is no vector: choose from eef_"),

@@ -34,5 +34,7 @@ def test_other_experts_are_refused_and_a_command_that_fails_is_named(tmp_path: P
     (tmp_path / f"tqc-{next(iter(SUITE))}-v3.zip").write_bytes(b"another")
     with pytest.raises(InputError, match="is not the suite's expert: give other --experts"):
         datasets.build(next(iter(SUITE)), datasets.Args(tmp_path, experts=tmp_path))
+    with pytest.raises(InputError, match="--jobs is 0: give a number of 1 or more"):
+        datasets.main(datasets.Args(tmp_path, experts=tmp_path, jobs=0))
     with pytest.raises(RunError, match=r"^python -m no_such_module failed: see above$"):
         datasets._run("-m no_such_module --flag 1")

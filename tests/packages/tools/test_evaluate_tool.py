@@ -55,6 +55,35 @@ def test_table_and_files(small: Callable[..., Any], tmp_path: Path, capsys: pyte
     assert len({len(line) for line in printed}) == 1
 
 
+def test_the_step_is_that_of_the_policy_that_acted(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may learn on between the check of all policies and the evaluation of this one."""
+    args = small(total_steps=60)
+    folder = module("sac").train(args).folder
+    plan_of = tools.evaluate.plan_of
+
+    def then_learn(*given: Any) -> Any:
+        plan = plan_of(*given)
+        module("sac").train(small(total_steps=80))
+        return plan
+
+    monkeypatch.setattr(tools.evaluate, "plan_of", then_learn)
+    assert [row["step"] for row in main(Args((str(folder),), episodes=1))] == [80]
+
+
+def test_the_files_come_before_the_table(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader of a pipe may have gone, which ends the program."""
+    folder = module("sac").train(small(total_steps=60)).folder
+
+    def gone(text: str) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(tools.evaluate, "print_result", gone)
+    with pytest.raises(SystemExit):
+        main(Args((str(folder),), episodes=1, csv=folder / "e.csv", json=folder / "s.json"))
+    assert (folder / "e.csv").read_text().count("\n") == 2
+    assert len(json.loads((folder / "s.json").read_text())) == 1
+
+
 class Solved(Failing):
     """Every other episode succeeds."""
 

@@ -132,6 +132,9 @@ def test_data_of_which_nothing_is_finite_are_described(tmp_path: Path) -> None:
         str(make(tmp_path / "a.hdf5", "..t", rewards=np.full(3, np.nan), observations=np.full((3, 2), np.inf)))
     )
     assert "3 obs" in describe(facts(recording), recording.returns())
+    main(Args(str(tmp_path / "a.hdf5"), json=tmp_path / "a.json"))
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["transitions"] == 3
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def test_the_best_is_kept(small: Callable[..., Any], tmp_path: Path, monkeypatch
     again = read_policy(main(Args("sac/Pendulum-v1", ("sac/Pendulum-v1", str(runs[0]))))).facts
     assert again["chosen_from"] == [*facts["chosen_from"], facts["chosen_from"][0]]
     assert again["returns"] == facts["returns"]
+    with pytest.raises(InputError, match="no run is given: give runs of sac/Pendulum-v1"):
+        main(Args("sac/Pendulum-v1", ()))
     with pytest.raises(InputError, match="is a policy of sac/Pendulum-v1: give runs of td3/Pendulum-v1"):
         main(Args("td3/Pendulum-v1", (str(runs[0]),)))
 

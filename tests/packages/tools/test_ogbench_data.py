@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +123,9 @@ def test_files_have_the_packages_layout(tmp_path: Path, monkeypatch: pytest.Monk
     assert told["solved rows"] == solved
     assert sum(solved.values()) > 0
     monkeypatch.setattr(ogbench_data, "generate", None)
+    shutil.rmtree(tmp_path / "results")  # a kill may have come before it
     main(arguments(tmp_path))
+    assert told == json.loads((tmp_path / "results" / f"{NAME}-v0.json").read_text())
     for wrong in ({"transitions": 3000}, {"seed": 1}):
         with pytest.raises(InputError, match="exists and was made with other arguments: give another --folder"):
             main(arguments(tmp_path, **wrong))
@@ -258,6 +261,10 @@ def test_bad_arguments(tmp_path: Path) -> None:
             main(Args((wrong,), folder=tmp_path))
     with pytest.raises(InputError, match="give whole numbers of 1 or more"):
         main(Args((NAME,), transitions=0, folder=tmp_path))
+    with pytest.raises(InputError, match="--seed is -1: give a number of 0 or more"):
+        main(Args((NAME,), seed=-1, folder=tmp_path))
+    with pytest.raises(InputError, match="no dataset is named: give one such as scene-play"):
+        main(Args((), folder=tmp_path))
     note = tmp_path / f"{NAME}-v0.json"
     note.write_text("{")
     with pytest.raises(InputError, match=r"-v0\.json is damaged: give another --folder"):

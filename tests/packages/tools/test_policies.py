@@ -376,10 +376,21 @@ def test_what_is_no_policy(tmp_path: Path):
     flipped = bytearray(whole)
     flipped[len(whole) // 4] ^= 255
     (tmp_path / "flipped.zip").write_bytes(flipped)
+    with (
+        zipfile.ZipFile(tmp_path / "policy.zip") as stored,
+        zipfile.ZipFile(tmp_path / "packed.zip", "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for name in stored.namelist():
+            archive.writestr(name, stored.read(name))
+    packed = bytearray((tmp_path / "packed.zip").read_bytes())
+    packed[len(packed) // 4] ^= 255
+    packed[43:60] = b"\xff" * 17  # within the first part, after its header
+    (tmp_path / "packed.zip").write_bytes(packed)
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("readme", "text")
     for name, named in {"no.zip": "does not exist", "text.zip": "not a complete", "half.zip": "not a complete",
-                        "flipped.zip": "not a complete", "other.zip": "policy.pth"}.items():  # fmt: skip
+                        "flipped.zip": "not a complete", "packed.zip": "not a complete",
+                        "other.zip": "policy.pth"}.items():  # fmt: skip
         with pytest.raises(InputError, match=named):
             load_policy(str(tmp_path / name), PENDULUM, 0, deterministic=True)
 

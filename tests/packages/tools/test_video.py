@@ -109,6 +109,28 @@ def test_a_film_that_failed_leaves_nothing(run: Path, film: Film):
     assert not list(run.glob("*.mp4"))
 
 
+def test_an_encoder_that_fails_at_its_end_is_noticed(run: Path, film: Film, monkeypatch: pytest.MonkeyPatch):
+    """It raises nothing then. The file has fewer frames than were drawn, or cannot be read."""
+
+    def unreadable(path: str) -> tuple[int, float]:
+        raise RuntimeError("no such number")
+
+    for count in (lambda path: (len(film.frames) - 1, 0.1), unreadable):
+        monkeypatch.setattr(film, "count_frames_and_secs", count)
+        with pytest.raises(RunError, match=r"video\.mp4 cannot be written: the encoder failed: is the disk full\?"):
+            watch(Args(run))
+        assert not list(run.glob("*.mp4"))
+
+
+def test_a_film_that_cannot_be_written_is_refused_before_the_work(run: Path, film: Film):
+    for output in (run / "folder.mp4", Path("/proc/no/film.mp4")):
+        if output.parent == run:
+            output.mkdir()
+        with pytest.raises(InputError, match=r"\.mp4 cannot be written .*: give another --output"):
+            watch(Args(run, output=output))
+    assert not film.frames
+
+
 @pytest.mark.parametrize(
     ("env_id", "seconds"),
     [
