@@ -300,6 +300,14 @@ def same(a: Any, b: Any) -> bool:
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
 
 
+def assert_same_run(run: Path, undisturbed: Path) -> None:
+    """Every file is equal, but for wall-clock times: logs, checkpoint, replay rows and policies."""
+    from bench.faults.comparison import differences  # its readers of events take a second to import
+
+    assert (undisturbed / "DONE").exists()
+    assert differences(run, undisturbed) == []
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     """Every file's bytes, without the lock and the log of errors."""
     paths = [path for path in folder.rglob("*") if path.name not in (".lock", "errors.log")]

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -279,12 +278,13 @@ def test_a_folder_that_is_no_run_folder(run, tmp_path: Path):
 def test_a_folder_in_use(run, tmp_path: Path):
     line = [sys.executable, str(ROOT / "algos" / "sac.py"), *flags(run_dir=tmp_path, total_steps=10**7)]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-    while not process.stderr.readline().startswith("step 0:"):
-        pass
-    result = run(*flags(run_dir=tmp_path, total_steps=10**7))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert_refused(result, 2, "another process is running")
+    try:
+        assert any(text.startswith("step 0:") for text in process.stderr), "it ended before its first evaluation"
+        second = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        process.kill()
+        process.communicate()
+    assert_refused((second.returncode, second.stderr), 2, "another process is running")
 
 
 def stopped_run(folder: Path) -> None:

@@ -14,6 +14,7 @@ from conftest import (
     OFFLINE,
     ROOT,
     agent_of,
+    assert_same_run,
     command,
     every_algorithm,
     final_state,
@@ -21,8 +22,6 @@ from conftest import (
     killed_at,
     module,
     networks_of,
-    replay_bytes,
-    same,
     updates_of,
     with_flag,
 )
@@ -35,12 +34,6 @@ from common.replay_buffer import Batch, ReplayBuffer
 
 SOON = {"learning_starts": 5, "warmup_steps": 5, "random_steps": 5, "utd": 1}  # updates
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert (a / "evaluations.csv").read_text() == (b / "evaluations.csv").read_text()
-    assert same(final_state(a), final_state(b))
-    assert replay_bytes(a) == replay_bytes(b)
 
 
 @every_algorithm

@@ -1,6 +1,7 @@
 """What the algorithms have in common, asked of each: how a run acts, learns and stores, and how an agent begins."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,30 @@ def test_targets_and_averages_begin_as_copies(algo: str):
         assert [*map(id, polyak.online)] == [*map(id, followed.parameters())]
 
 
+# The flag of an optimiser whose name has none of its own.
+RATES = {"base": "actor_lr", "edit": "actor_lr", "flow": "actor_lr", "noise_critic": "critic_lr",
+         "lagrange": "critic_lr", "raw_lagrange": "critic_lr", "optimizer": "learning_rate"}  # fmt: skip
+
+
+@every_algorithm
+def test_each_rate_reaches_its_own_part(algo: str):
+    """The learning rates reach their optimisers, and τ the targets. Most are equal by default."""
+    names = [
+        field.name
+        for field in fields(module(algo).Args)
+        if field.name in ("tau", "learning_rate") or field.name.endswith("_lr")
+    ]
+    given = {name: 1e-5 * (i + 3) for i, name in enumerate(names)}
+    agent = agent_of(algo, **given)
+    for name, part in vars(agent).items():
+        if isinstance(part, Adam):
+            name = name.removesuffix("_optimizer")
+            flag = f"{name}_lr" if f"{name}_lr" in given else RATES[name]
+            assert float(part.param_groups[0]["lr"]) == given[flag], name
+        if isinstance(part, SoftUpdate) and name.startswith("update_target"):
+            assert part.tau == given["tau"], name
+
+
 @pytest.mark.parametrize(
     ("algo", "changed"),
     [*((algo, {}) for algo in ALGORITHMS), *((algo, {"lagrange_gap": 1.0}) for algo in with_flag("lagrange_gap"))],
@@ -227,6 +252,7 @@ def test_each_loss_reaches_what_its_optimizer_moves_and_nothing_else(
     optimizers = {name for name, value in vars(agent).items() if isinstance(value, Adam)}
     unused = {name for name in optimizers if getattr(agent, name) not in descended}
     assert len(unused) == (algo in with_flag("lagrange_gap") and not changed)
+    assert descended or not optimizers  # Stream AC has none: its own tests have its step
 
 
 @pytest.mark.parametrize("algo", OFFLINE)

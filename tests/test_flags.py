@@ -60,7 +60,7 @@ def test_every_flag_is_documented_by_its_docstring(algo: str):
         path = ROOT / file
         (tree,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
         body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
-        for field, text in itertools.pairwise(body):
+        for field, text in itertools.zip_longest(body, body[1:]):
             if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation):
                 assert isinstance(text, ast.Expr), ast.unparse(field)
                 assert isinstance(text.value, ast.Constant)

@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, PENDULUM, agent_of, final_state, module, same, some, stored, updates_of, with_flag
+from conftest import (
+    OFFLINE,
+    PENDULUM,
+    agent_of,
+    final_state,
+    module,
+    same,
+    some,
+    stored,
+    updates_of,
+    with_flag,
+)
 from formulas import make_batch
 
 from algos.sac import SAC
@@ -76,10 +87,19 @@ def test_the_policy_sees_normalised_observations(algo: str) -> None:
 @pytest.mark.parametrize("online", [False, True])
 def test_an_update_sees_normalised_observations(algo: str, online: bool) -> None:
     """Both observations of a transition, in every loss: each network moves as with a batch normalised by hand."""
-    agent, plain = with_statistics(algo), agent_of(algo, normalize_obs=False)
+    agent, plain, wrong = with_statistics(algo), *(agent_of(algo, normalize_obs=False) for _ in range(2))
+    for each in (agent, plain, wrong):  # last layers that begin near 0 would hide a wrong next_obs
+        random = torch.Generator().manual_seed(0)
+        for network in (value for value in vars(each).values() if isinstance(value, torch.nn.Module)):
+            for parameter in network.parameters():
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=random)
     raw, by_hand = batch_of(agent)
-    updates_of(agent)(raw, online)
-    updates_of(plain)(by_hand, online)
+    metrics, wanted = updates_of(agent)(raw, online), updates_of(plain)(by_hand, online)
+    for name, value in wanted.items():
+        torch.testing.assert_close(metrics[name], value, atol=1e-4, rtol=1e-4)
+    others = updates_of(wrong)(by_hand._replace(next_obs=raw.next_obs), online)
+    is_used = any(not torch.allclose(others[name], value, atol=5e-4, rtol=5e-4) for name, value in wanted.items())
+    assert is_used or algo == "bc" or (algo, online) in [("dsrl", False), ("expo", False)]
     after, expected = state_of(agent), state_of(plain)
     compared = 0
     for name, state in expected.items():

@@ -23,13 +23,13 @@ from conftest import (
     ROOT,
     agent_of,
     arguments_of,
+    assert_same_run,
     command,
     final_state,
     flags,
     killed_at,
     long,
     module,
-    replay_bytes,
     same,
     small_of,
     some,
@@ -42,12 +42,6 @@ from common.onednn import MIN_ONEDNN_MULTIPLICATIONS
 from common.optim import Adam
 from common.replay_buffer import ReplayBuffer
 from common.run import Run
-
-
-def assert_same_run(killed: Path, undisturbed: Path) -> None:
-    assert (killed / "evaluations.csv").read_bytes() == (undisturbed / "evaluations.csv").read_bytes()
-    assert same(final_state(killed), final_state(undisturbed))
-    assert replay_bytes(killed) == replay_bytes(undisturbed)
 
 
 def assert_kills_change_nothing(
@@ -82,7 +76,7 @@ def test_kills_in_every_place_and_at_random_instants(
     phase = (small_of(algo).get("warmup_steps", 0) or small_of(algo).get("random_steps", 0)) // num_envs
     total = 1_500 if is_thorough else 1_000 if algo in with_flag("rollout_steps") else 300  # PPO saves more rarely
     arguments = {"env": env, "num_envs": num_envs, "vectorizer": vectorizer, "total_steps": total, "eval_every": 100,
-                 "eval_episodes": 1, "checkpoint_every": 25}  # fmt: skip
+                 "eval_episodes": 1, "checkpoint_every": 25, "log_every": 20}  # fmt: skip
     if algo in (EXAMPLE, OFFLINE[0]):  # the smallest networks whose products oneDNN computes
         assert MIN_ONEDNN_MULTIPLICATIONS == 128 * 128 * 64
         arguments |= {"hidden": (128, 128), "batch_size": 64}

@@ -161,6 +161,12 @@ def test_update_moves_every_network_by_its_own_loss() -> None:
     noise = agent.generator.get_state()
     names = [name for name in before if name.startswith("critic.")]
     found = torch.autograd.grad(agent.critic_loss(batch)[0], [dict(parameters(agent))[name] for name in names])
+    twin = make_agent()
+    twin.critic_optimizer.minimize(twin.critic_loss(batch)[0])
+    actor_loss, log_prob, _ = twin.actor_loss(batch)
+    names += [name for name in before if name.startswith("actor.")]
+    found += torch.autograd.grad(actor_loss, [*twin.actor.parameters()])
+    (slope,) = torch.autograd.grad(twin.alpha_loss(log_prob)[0], [twin.log_alpha])
     agent.generator.set_state(noise)
     agent.update(batch)
     after = {name: parameter.detach() for name, parameter in parameters(agent)}
@@ -168,7 +174,7 @@ def test_update_moves_every_network_by_its_own_loss() -> None:
         step = 1e-3 * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(after[name], before[name] - step, rtol=0, atol=1e-9)
     assert not any(torch.equal(after[name], before[name]) for name in before)
-    assert agent.log_alpha.item() != -0.7
+    assert agent.log_alpha.item() == pytest.approx(-0.7 - 1e-3 * math.copysign(1, slope), abs=1e-9)
 
 
 def test_networks_begin_as_glorots_and_critics_alone_are_normalised() -> None:

@@ -113,17 +113,23 @@ def test_update_moves_every_network_with_its_own_loss():
     agent, batch = make_agent(), make_batch()
     before = {name: parameter.detach().clone() for name, parameter in parameters(agent)}
     gradients, noise = {}, agent.generator.get_state()
-    for loss, network in ((agent.critic_loss(batch)[0], "critic."),):
-        names = [name for name, _ in parameters(agent) if name.startswith(network)]
-        gradients |= dict(
-            zip(names, torch.autograd.grad(loss, [dict(parameters(agent))[n] for n in names]), strict=True)
-        )
+    names = [name for name in before if name.startswith("critic.")]
+    loss = agent.critic_loss(batch)[0]
+    gradients |= dict(zip(names, torch.autograd.grad(loss, [*agent.critic.parameters()]), strict=True))
+    twin = make_agent()
+    twin.critic_optimizer.minimize(twin.critic_loss(batch)[0])
+    actor_loss, log_prob, _ = twin.actor_loss(batch)
+    names = [name for name in before if name.startswith("actor.")]
+    gradients |= dict(zip(names, torch.autograd.grad(actor_loss, [*twin.actor.parameters()]), strict=True))
+    (slope,) = torch.autograd.grad(twin.alpha_loss(log_prob)[0], [twin.log_alpha])
     agent.generator.set_state(noise)
     agent.update(batch)
+    assert agent.log_alpha.item() == pytest.approx(twin.log_alpha.item() - 1e-3 * math.copysign(1, slope), abs=1e-9)
     after = dict(parameters(agent))
     for name, gradient in gradients.items():
         step = 1e-3 * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(after[name].detach(), before[name] - step, rtol=0, atol=1e-9)
+    for name in (name for name in before if name.startswith("critic.")):
         target = name.replace("critic.", "target_critic.")
         torch.testing.assert_close(after[target].detach(), 0.995 * before[target] + 0.005 * after[name].detach())
     assert all(not torch.equal(after[name], before[name]) for name in before)

@@ -20,6 +20,7 @@ from conftest import (
     EVERYTHING,
     OFFLINE,
     agent_of,
+    assert_same_run,
     command,
     every_algorithm,
     final_state,
@@ -27,7 +28,6 @@ from conftest import (
     killed_at,
     modes_of,
     module,
-    replay_bytes,
     same,
     some,
     updates_of,
@@ -87,12 +87,6 @@ def test_a_recorded_update_equals_the_eager_one(algo: str, request: pytest.Fixtu
         assert same(before, state_of(agent))
         update(batch, online)
     assert moving > 10 * 10
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert (a / "evaluations.csv").read_text() == (b / "evaluations.csv").read_text()
-    assert same(final_state(a), final_state(b))
-    assert replay_bytes(a) == replay_bytes(b)
 
 
 @pytest.mark.parametrize("algo", some("sac"))

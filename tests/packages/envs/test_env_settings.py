@@ -168,7 +168,7 @@ def test_settings_that_are_no_dict_are_refused(text: str, small: Callable[..., A
 @pytest.mark.parametrize("name", RESERVED)
 def test_settings_of_our_own_functions_are_refused(name: str, small: Callable[..., Any]) -> None:
     args = small(env_kwargs={name: 1})
-    with pytest.raises(InputError, match=f"--env-kwargs has {name}, which no constructor can get: register an id"):
+    with pytest.raises(InputError, match=f"--env-kwargs has {name}, which no constructor gets: leave it out, or"):
         Rollout(args.env, args)
 
 
