@@ -259,7 +259,7 @@ class RunArgs(Origin):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of networks and replay buffer. auto selects CUDA if it is available, else the CPU."""
     compile: bool = IF_IT_PAYS
-    """On the CPU, record and compile the updates (docs/cpu.md). On CUDA, also use torch.compile."""
+    """On the CPU, record and compile the updates (docs/cpu.md). On CUDA, use torch.compile besides graphs."""
     cuda_graph: bool = True
     """On CUDA, run updates and policy as CUDA graphs, which launch all their kernels at once."""
     tf32: bool = False
@@ -275,11 +275,11 @@ class RunArgs(Origin):
     """Environment steps between evaluations."""
     eval_episodes: NonNegativeInt = 10
     """Episodes in each evaluation, with the same seeds each time; 0 turns evaluation off.
-    The policy is deterministic, unless it only draws samples (docs/offline-to-online.md)."""
+    The policy is deterministic, unless it can only sample actions (docs/offline-to-online.md)."""
     checkpoint_every: int = 10_000
     """Environment steps between checkpoints."""
     log_every: int = 1_000
-    """Steps between two rows of each metric in metrics.csv and TensorBoard."""
+    """Steps between log entries, in metrics.csv and TensorBoard."""
     track: bool = False
     """Also log to Weights & Biases."""
 

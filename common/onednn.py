@@ -62,7 +62,7 @@ def set_products(kind: str) -> None:
     Raises InputError if the processor has no AMX. With AVX512-BF16 alone, oneDNN would compute in float32.
     """
     if kind == "bfloat16" and "amx_bf16" not in _CPUINFO.split():
-        raise InputError("--products bfloat16 needs a processor with AMX: leave it out")
+        raise InputError("--products bfloat16 needs a processor with AMX: leave --products out")
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     setting.fp32_precision = "bf16" if kind == "bfloat16" else "ieee"
 

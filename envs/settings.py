@@ -17,7 +17,7 @@ def require_constructor_arguments(kwargs: Mapping[str, Any]) -> None:
     """Raise InputError if one of `kwargs` cannot be meant for an environment's constructor, or has a wrong value."""
     if wrong := sorted(kwargs.keys() & {*RESERVED}):
         names = ", ".join(wrong)
-        raise InputError(f"--env-kwargs has {names}, which no constructor can get: register an id with this argument")
+        raise InputError(f"--env-kwargs has {names}, which no constructor gets: leave it out, or register it")
     for name in ("max_episode_steps", "action_repeat"):
         value = kwargs.get(name, 1)
         value = 1 if value is None and name == "max_episode_steps" else value  # None: the registered limit
