@@ -29,6 +29,7 @@ from bench.sweep.sweep_task import die_with_parent
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 15
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+ON_CPU = "the processor"  # the fact `device` of a measurement that uses no GPU
 QUIET = 0.1  # cores; PyTorch's threads wait for one another, so a little other work slows it several times
 # Packages whose versions are reported with the figures, if they are installed.
 PACKAGES = ["torch", "numpy", "gymnasium", "mujoco"]
@@ -36,7 +37,7 @@ PACKAGES += ["stable-baselines3", "sbx-rl", "jax", "jaxlib", "flax", "optax", "d
 
 
 class ContenderError(Exception):
-    """A contender ended, did not warm up or did not stop. If it ended, its last log lines end the message."""
+    """A contender cannot start, ended, did not warm up or did not stop. If it ended, its last log lines follow."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,10 @@ def versions(python: str | Path) -> str:
 
 
 def accelerator() -> str:
-    """Return the GPU's name, driver and memory, as nvidia-smi prints them."""
+    """Return the name, driver and memory of each GPU, as nvidia-smi prints them. Raise ContenderError if it fails."""
     line = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        found = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise ContenderError("nvidia-smi finds no GPU: --device cuda needs one of NVIDIA, with its driver") from None
+    return "; ".join(found.splitlines())  # a fact has one line

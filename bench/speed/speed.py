@@ -37,6 +37,7 @@ import torch
 import tyro
 
 from bench.speed.interleaved_timing import (
+    ON_CPU,
     ROOT,
     Contender,
     ContenderError,
@@ -294,7 +295,7 @@ def describe(args: Args) -> dict[str, str]:
     return {
         "algorithm": f"{args.algo} on {where}",
         **({"dataset": dataset} if offline else {}),
-        "device": accelerator() if args.device == "cuda" else "the processor",
+        "device": accelerator() if args.device == "cuda" else ON_CPU,
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
         "commit": commit(),
         "processor": f"{machine['cpu']}, {machine['cores']} cores",
@@ -305,6 +306,13 @@ def describe(args: Args) -> dict[str, str]:
         **({"script": args.script} if args.script else {}),
         **({"versions of the peers": versions(python_of_peers(args))} if peers(args) else {}),
     }
+
+
+def form_of(run: Path) -> dict[str, str]:
+    """Return the form of a run's updates as a fact, or none if its config.json is missing or of an older version."""
+    config = run / "config.json"
+    form = json.loads(config.read_text()).get("form") if config.exists() else None
+    return {"form": form} if form else {}
 
 
 def has_losses(metrics: Path) -> bool:
@@ -348,8 +356,7 @@ def main(args: Args) -> None:
             contender.warm_up(WARM_UP_TIMEOUT)
             facts[f"threads of {name}"] = str(contender.threads())
             print(f"threads of {name}: {contender.threads()}", flush=True)
-        if (config := run_of("ours", folder) / "config.json").exists():
-            facts["form"] = json.loads(config.read_text())["form"]
+        facts |= form_of(run_of("ours", folder))
         metrics = run_of("ours", folder) / "metrics.csv"
         start = metrics.stat().st_size if metrics.exists() else 0
         slices = measure({c.name: [c] for c in contenders}, args.rounds, args.slice_seconds, out, facts)

@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from common.logger import Logger
+from common.messages import log_error
 from common.run_folder import read_config
 from common.timings import Timings
 
@@ -83,7 +84,13 @@ class Watch:
 
 
 def main() -> None:
-    watch = Watch(int(sys.argv[1]), int(sys.argv[2]))
+    """Run the program of the command line, and print the profile. Exit with status 2 if the arguments are wrong."""
+    try:
+        watch, program = Watch(int(sys.argv[1]), int(sys.argv[2])), sys.argv[3]
+    except (IndexError, ValueError) as error:
+        example = "python bench/speed/step_time.py 6000 500 algos/sac.py --total-steps 10000"
+        log_error(f"step_time.py: give the first step, the number of steps and a program, as in {example}", error)
+        raise SystemExit(2) from None
     advance, timed = Logger.advance, Timings.__call__
 
     def watched_advance(self: Logger, steps: int) -> None:
@@ -101,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sys.argv += ["--run-dir", str(Path(folder) / "run")]
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            runpy.run_path(program, run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise

@@ -15,14 +15,23 @@ from typing import Literal
 import torch
 import tyro
 
-from bench.speed.interleaved_timing import ROOT, Contender, accelerator, contest, measure, versions
-from bench.speed.speed import FOREVER, LEARNING_STARTS, WARM_UP_TIMEOUT, environment, has_losses
+from bench.speed.interleaved_timing import (
+    ON_CPU,
+    ROOT,
+    Contender,
+    ContenderError,
+    accelerator,
+    contest,
+    measure,
+    versions,
+)
+from bench.speed.speed import FOREVER, LEARNING_STARTS, WARM_UP_TIMEOUT, environment, form_of, has_losses
 from bench.speed.step_counter import counted
 from bench.sweep.mps import shared_card
 from common.cuda import GPU_SHARE_ENV
-from common.provenance import hardware
+from common.provenance import commit, hardware, instructions
 
-ALONE = {"cpu": "one run of all threads", "cuda": "one run"}
+ALONE = {"cuda": "one run", "cpu": "one run of all threads"}  # the first heads the table of docs/sweeps.md
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,19 @@ class Args:
 
 
 def main(args: Args) -> None:
-    """Warm up each run alone, run both sides in alternation, and write the rounds."""
-    on_card, alone = args.device == "cuda", ALONE[args.device]
+    """Warm up each run alone, run both sides in alternation, and write the rounds.
+
+    Raise ContenderError if a run fails, or if there is no GPU and one is needed.
+    """
+    on_card, alone, machine = args.device == "cuda", ALONE[args.device], hardware(torch.device("cpu"))
     out = args.out or ROOT / "results" / "speed" / ("packing-cuda.csv" if on_card else "packing.csv")
     facts = {
         "algorithm": f"{args.runs} runs of sac on {args.env}",
+        "device": ON_CPU,
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
-        "processor": hardware(torch.device("cpu"))["cpu"],
+        "commit": commit(),
+        "processor": f"{machine['cpu']}, {machine['cores']} cores",
+        "instructions": " ".join(instructions()),
         "versions of ours": versions(sys.executable),
     }
     line = (
@@ -68,8 +83,13 @@ def main(args: Args) -> None:
             contenders.append(Contender(name, command, env, folder, LEARNING_STARTS + 300))
             contenders[-1].learns = partial(has_losses, folder / name / "metrics.csv")
             contenders[-1].warm_up(WARM_UP_TIMEOUT)
+            facts[f"threads of {name}"] = str(contenders[-1].threads())
+        facts |= form_of(folder / "ours-0")
         measure({"ours": contenders[1:], alone: contenders[:1]}, args.rounds, args.slice_seconds, out, facts)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except ContenderError as error:
+        sys.exit(f"packing: {error}")

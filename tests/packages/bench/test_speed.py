@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -40,7 +41,7 @@ from bench.speed.interleaved_timing import (
     write_rounds,
 )
 from bench.speed.matmul_floor import BATCH, CRITICS, HIDDEN, PRODUCTS, fastest, sac_products, ways
-from bench.speed.speed import ALGORITHMS, Args, commands, environment, has_losses, make_file, update_times
+from bench.speed.speed import ALGORITHMS, Args, commands, environment, form_of, has_losses, make_file, update_times
 from bench.speed.step_counter import COUNTER_FILE, counted, read_steps
 from bench.speed.wsrl_loop import Loop
 from bench.sweep import packing
@@ -177,6 +178,9 @@ class Counting:
     def cpu_seconds(self) -> float:
         return 0.0
 
+    def threads(self) -> int:
+        return 3
+
     def warm_up(self, timeout: float) -> None: ...
     def stop(self) -> None: ...
     def kill(self) -> None: ...
@@ -200,10 +204,45 @@ def test_packing_runs_as_many_as_asked_and_one_alone(on: Any, tmp_path: Path, mo
     assert alone.env["OMP_NUM_THREADS"] == ("1" if on == "cuda" else "12")
     text = out.read_text()
     assert ("# sharing: by MPS" in text) == (on == "cuda")
+    known = read_rounds(out)[0]
+    assert known["device"] == ("a card" if on == "cuda" else "the processor")
+    assert known["threads of ours-11"] == "3"
+    assert {"commit", "instructions"} <= known.keys()
     rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
     steps = {row["contender"]: {r["steps"] for r in rows if r["contender"] == row["contender"]} for row in rows}
     assert steps == {"ours": {"1200"}, alone.name.removesuffix("-0"): {"100"}}
     assert len(rows) == 6
+
+
+@pytest.mark.parametrize(("text", "fact"), [('{"form": "eager"}', {"form": "eager"}), ("{}", {}), (None, {})])
+def test_an_older_version_states_no_form(text: str | None, fact: dict[str, str], tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert form_of(tmp_path) == fact
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        ("bench/sweep/packing.py --env NoSuch-v0 --runs 1", 1, r"^packing: one run .*\n.*NoSuch-v0"),
+        ("bench/sweep/packing.py --device cuda", 1, "^packing: nvidia-smi finds no GPU: .*$"),
+        ("bench/speed/speed.py --device cuda --peers", 1, "^speed: nvidia-smi finds no GPU: .*$"),
+        ("bench/speed/step_time.py", 2, "^step_time.py: give the first step, .*$"),
+        ("bench/speed/step_time.py 10 20", 2, "^step_time.py: give the first step, .*$"),
+        ("bench/speed/step_time.py ten 20 algos/sac.py", 2, "^step_time.py: give the first step, .*$"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(program: str, status: int, said: str, tmp_path: Path) -> None:
+    """In a message without a traceback, on a machine without nvidia-smi."""
+    line = [
+        sys.executable,
+        *program.split(),
+        *(["--out", str(tmp_path / "o.csv")] if "step_time" not in program else []),
+    ]
+    env = ENV | {"PATH": str(tmp_path)}
+    ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (status, False), ended.stderr
+    assert re.search(said, ended.stderr.strip())
 
 
 def test_packages_that_lie_elsewhere_are_found_by_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
