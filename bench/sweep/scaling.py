@@ -109,8 +109,10 @@ def _finite(text: str) -> float:
 def read(path: Path) -> Runs:
     """Return the curves by setting.
 
-    Raises InputError if there are none or those of several tasks or algorithms, or if a file is missing or damaged.
+    Raises InputError if there are none or those of several tasks or algorithms, if two runs have the same setting and
+    seed, or if a file is missing or damaged.
     """
+    folders: dict[tuple[Setting, int], Path] = {}
     runs: dict[Setting, dict[str, Curve]] = defaultdict(lambda: defaultdict(dict))
     if path.suffix == ".csv":
         with _naming(path):
@@ -127,6 +129,9 @@ def read(path: Path) -> Runs:
             if missing := [name for name in Setting._fields if name not in arguments]:
                 raise InputError(f"{folder} has no --{missing[0].replace('_', '-')}: leave it out")
             setting = Setting(*(arguments[name] for name in Setting._fields))
+            if (other := folders.setdefault((setting, arguments["seed"]), folder)) != folder:
+                same = "--utd, --batch-size, --critic-lr and --seed"
+                raise InputError(f"{other} and {folder} have the same {same}: leave one out")
             with _naming(folder / EVALUATIONS) as evaluations:
                 curve = mean_by_step(read_evaluations(evaluations), lambda row: _finite(row["return"]))
             runs[setting][arguments["seed"]] = curve

@@ -175,7 +175,8 @@ def alone_in(folder: Path) -> Iterator[None]:
 def execute(sweep: Sweep, args: Args) -> None:
     """Run all waiting runs to their end, on Ray. Ctrl-C and SIGTERM stop the running ones, each with a checkpoint.
 
-    Raise InputError if the file of a dataset is missing, Ray does not start, or no cluster answers.
+    An InputError stops them too. Raise InputError if the file of a dataset is missing, Ray does not start, no cluster
+    answers, or the nodes do not fit.
     """
     refuse_missing_datasets(sweep.waiting)
     address = os.environ.get("RAY_ADDRESS", "local")  # Ray's default may find a cluster that runs here by chance
@@ -212,13 +213,23 @@ def execute(sweep: Sweep, args: Args) -> None:
                 "stopping the runs, each with a checkpoint\n"
                 "a second signal stops them at once; run the same command to resume"
             )
-            for reference in sweep.running:
-                ray.cancel(reference)
-            if sweep.running:
-                ray.wait(list(sweep.running), num_returns=len(sweep.running), timeout=120.0)
+            stop_runs(sweep, ray)
             raise SystemExit(128 + (came or [signal.SIGINT])[0]) from None
+        except InputError:  # a node that joined has other versions, or no node that is left can run what waits
+            if sweep.running:
+                log.info("stopping the runs, each with a checkpoint")
+            stop_runs(sweep, ray)
+            raise
         finally:
             ray.shutdown()
+
+
+def stop_runs(sweep: Sweep, ray: Any) -> None:
+    """Stop the running runs, and wait until each has written its checkpoint."""
+    for reference in sweep.running:
+        ray.cancel(reference)
+    if sweep.running:
+        ray.wait(list(sweep.running), num_returns=len(sweep.running), timeout=120.0)
 
 
 @contextlib.contextmanager

@@ -142,6 +142,14 @@ def test_runs_of_several_tasks_or_without_a_setting_are_refused(small, tmp_path:
         read(tmp_path / "ppo")
 
 
+def test_two_runs_of_one_setting_and_seed_are_refused(small, tmp_path: Path):
+    """They differ in another flag. One would take the place of the other."""
+    for name, gamma in (("a", 0.9), ("b", 0.99)):
+        module("sac").train(small(total_steps=20, gamma=gamma, run_dir=tmp_path / name))
+    with pytest.raises(InputError, match=r"/a and .*/b have the same --utd, .* and --seed: leave one out"):
+        read(tmp_path)
+
+
 def test_a_damaged_or_missing_file_is_refused(small, tmp_path: Path):
     """The message names the file: evaluations.csv of a run, or the file that --csv wrote."""
     module("sac").train(small(total_steps=20, run_dir=tmp_path / "runs" / "1"))

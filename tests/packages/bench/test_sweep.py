@@ -393,6 +393,27 @@ class TestDriver:
         assert sweep.table() == "1 done, 0 running, 0 waiting, 0 failed"
 
 
+def test_an_error_of_a_node_stops_the_runs_with_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ray's end would kill them. The error is raised after they have ended."""
+    did: list[str] = []
+    ray = SimpleNamespace(
+        init=lambda *_, **__: None, shutdown=lambda: did.append("shutdown"), cancel=did.append,
+        wait=lambda runs, num_returns, timeout: did.append(f"wait for {num_returns}"),
+    )  # fmt: skip
+
+    def drive(sweep: Sweep, _: object) -> None:
+        sweep.running = {name: Job(("algos/sac.py",), tmp_path / name, 1) for name in "ab"}
+        raise InputError("node c has torch 1.0")
+
+    monkeypatch.setenv("RAY_ADDRESS", "a-cluster:6379")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(sweep, "drive", drive)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(InputError, match="node c"):
+        sweep.execute(Sweep([]), sweep.Args("smoke"))
+    assert did == ["a", "b", "wait for 2", "shutdown"]
+
+
 def test_modules_in_the_callers_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The commands run in the repository's root; --env mine:Mine-v0 is in the folder that the sweep was started in."""
     (tmp_path / "mine.py").write_text("STATUS = 7")
