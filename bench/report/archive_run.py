@@ -50,10 +50,14 @@ def keep(run: Path, kept: Path) -> None:
     """Write the files that the report needs of `run` to `kept`.
 
     The arguments lose the folders of this machine. Of metrics.csv only the run's time stays. If both folders are the
-    same, evaluations.csv is deleted after it is compressed. Raise InputError if config.json is not a run's, or if one
-    of the files has changed since the run ended.
+    same, evaluations.csv is deleted after it is compressed. Raise InputError if config.json is not a run's, if
+    evaluations.csv has an incomplete row, or if one of the files has changed since the run ended.
     """
     require_unchanged(run)
+    evaluations = (run / EVALUATIONS).read_bytes()
+    if not evaluations.endswith(b"\n") or len({row.count(b",") for row in evaluations.splitlines()}) > 1:
+        cure = "resume the run, which removes it, or restore the file from a copy"
+        raise InputError(f"{run / EVALUATIONS} has an incomplete row: {cure}")
     config = read_config(run, "does not hold a run's arguments: give a run folder")
     config["arguments"] = without_folders(config["arguments"])
     if (run / METRICS).exists():
@@ -61,7 +65,7 @@ def keep(run: Path, kept: Path) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     for name, data in (
         (CONFIG, (json.dumps(config, indent=2) + "\n").encode()),
-        (KEPT_EVALUATIONS, gzip.compress((run / EVALUATIONS).read_bytes(), mtime=0)),
+        (KEPT_EVALUATIONS, gzip.compress(evaluations, mtime=0)),
     ):
         with replacing(kept / name) as file:
             file.write(data)

@@ -268,10 +268,11 @@ def _decision(pair: Pair, comparison: Comparison) -> str:
 def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:
     """Return the arguments completed by a suite, and the function that makes its runs.
 
-    Raise InputError if the suite does not have the names and tasks.
+    Raise InputError if the design is wrong, or if the suite does not have the names and tasks.
     """
+    design = args.design
     suite, entries = read_suite(name)
-    seeds = tuple(range(1, args.seeds * args.interims + 1))
+    seeds = tuple(range(1, design.seeds * design.interims + 1))
     found = jobs(suite, [dataclasses.replace(entry, seeds=seeds) for entry in entries], args.folder)
     by_run = {(job.folder.parts[-3], job.folder.parts[-2], job.seed): job for job in found}
     there = list(dict.fromkeys((name, task) for name, task, _ in by_run))

@@ -87,11 +87,12 @@ class Line(NamedTuple):
 def draw_curves(axes: Axes, line: Line, seeds: dict[str, Curve], last: int | None = None) -> None:
     """Draw the interquartile mean of four or more seeds and its interval, or a line for each of fewer.
 
+    Seeds that were never evaluated at the same step also have a line each.
     Seeds that were trained longer than the others have lines of their own beyond the interval. Curves end at step
     `last`.
     """
     steps, values = aligned(seeds, last)
-    if len(values) >= MIN_SEEDS_FOR_CI:
+    if len(values) >= MIN_SEEDS_FOR_CI and steps:
         found = estimate(interquartile_mean, [values])
         axes.plot(steps, found.value, linewidth=1.6, label=f"{line.name}, {len(values)} seeds", **line.look)
         draw_interval(axes, line, steps, found)

@@ -38,7 +38,7 @@ def last_five(curve: Curve, last: int) -> float:
 def d3rlpy_table() -> Table:
     """Return our and d3rlpy's interquartile means over the datasets and seeds that both were run on."""
     found = by_updates()
-    heads = "", "updates", "datasets, seeds of each", "onramp", "d3rlpy", "onramp, last five evaluations", "d3rlpy"
+    heads = "", "updates", "datasets, seeds of each", "onramp", "d3rlpy", "onramp, last evaluations", "d3rlpy"
     table = Table(heads)
     for algo in PEERS:
         for updates in UPDATES:
@@ -91,6 +91,7 @@ def comparison(suite: str, of: Callable[[str], Curves] = scores) -> dict[str, di
 def comparison_table(suite: str, columns: dict[str, Column], of: Callable[[str], Curves] = scores) -> Table:
     """Return a row for each dataset and variant. `columns` take a seed's curve, and the last step that all reached.
 
+    The minutes include the updates before the switch, if the same run performed them, and then state their number.
     If two variants or more have every seed of every dataset, their interquartile means over all runs follow.
     """
     table = Table(["", "", *columns, "minutes"])
@@ -101,8 +102,10 @@ def comparison_table(suite: str, columns: dict[str, Column], of: Callable[[str],
         for variant, name in variants.items():
             if name in found:
                 whole[name].append([[value(c, last) for c in found[name].values()] for value in columns.values()])
-                minutes = [last * each for each in took[variant, dataset]]
-                cells = [*map(spread, whole[name][-1]), f"{statistics.median(minutes):.1f}" if minutes else ""]
+                first = min(0, *map(min, found[name].values()))
+                minutes = [(last - first) * each for each in took[variant, dataset]]
+                updates = f" with {-first:,} offline updates" if first else ""
+                cells = [*map(spread, whole[name][-1]), f"{statistics.median(minutes):.1f}{updates}" if minutes else ""]
                 table.rows.append([f"{dataset}, {last:,} steps", name, *cells])
     everything = [(found, set().union(*found.values())) for found in compared.values()]
     complete = [name for name in whole if all(found.get(name, {}).keys() == seeds for found, seeds in everything)]

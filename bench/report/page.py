@@ -210,6 +210,8 @@ def algorithm_line(algo: str) -> Line:
 def ends(seeds: dict[str, Curve], digits: int = 0) -> str:
     """Return the last values of the curves in words, for readers who cannot see the figure."""
     steps, values = aligned(seeds)
+    if not steps:
+        return " and ".join(f"{curve[max(curve)]:,.{digits}f} after {max(curve):,}" for curve in seeds.values())
     final = [f"{value:,.{digits}f}" for value in values[:, -1]]
     if len(final) >= MIN_SEEDS_FOR_CI:
         return f"{estimate(interquartile_mean, [values[:, -1]]).text(digits)} after {steps[-1]:,}"

@@ -47,7 +47,8 @@ from bench.report.offline_report import (
 )
 from bench.report.page import whole_page
 from bench.report.tables import Table, display_name, spread
-from bench.speed.interleaved_timing import read_rounds
+from bench.speed.interleaved_timing import ON_CPU, read_rounds
+from bench.sweep.packing import ALONE
 from bench.sweep.scaling import bests_table, laws_table, predictions_table, read
 from bench.sweep.suite import labels
 from common.command_line import command_line
@@ -86,28 +87,38 @@ def speed_table() -> Table:
     heads = "", "measured on", "onramp", "SB3", "SBX", "onramp / SB3", "onramp / SBX", "update / floor"
     table = Table(heads)
     for facts, median, ratio in speeds("sb3"):
-        alone, floor = float(facts.get("our update alone in ms", "nan")), median.get("floor")
-        update = f"{alone * floor / 1000:.2f}" if floor else "-"
-        rates = [f"{median[name]:,.0f}" for name in ("ours", "sb3", "sbx")]
-        ratios = f"{ratio['sb3']:.2f}", f"{ratio['sbx']:.2f}"
+        alone, floor = facts.get("our update alone in ms"), median.get("floor")
+        update = f"{float(alone) * floor / 1000:.2f}" if alone and floor else "-"
+        rates = [f"{median[name]:,.0f}" if name in median else "-" for name in ("ours", "sb3", "sbx")]
+        ratios = [f"{ratio[name]:.2f}" if name in ratio else "-" for name in ("sb3", "sbx")]
         table.rows.append([facts["algorithm"], measured(facts), *rates, *ratios, update])
     return table
 
 
 def measured(facts: dict[str, str]) -> str:
-    """Return the processor of a measurement, and the form of our updates if it was recorded."""
+    """Return the GPU of a measurement, if any, its processor, and the form of our updates if it was recorded."""
     cpu = re.sub(r"\(R\)|,.*| Processor", "", facts["processor"])
     cpu += " without AVX-512" if "avx512f" not in facts.get("instructions", "avx512f") else ""
-    return f"{cpu}, {facts['form']}" if "form" in facts else cpu
+    gpu = "" if is_on_cpu(facts) else facts["device"].partition(",")[0]
+    return ", ".join(filter(None, (gpu, cpu, facts.get("form"))))
 
 
-def speed_beside(peer: str) -> Table:
-    """Return our steps per second and one peer's: d3rlpy on a dataset, a plain loop, or another script."""
-    table = Table(("", "measured on", "onramp", peer, f"onramp / {peer}", "step / floor"))
-    for facts, median, ratio in speeds(peer):
-        step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
-        rates = f"{median['ours']:.1f}", f"{median[peer]:.1f}", f"{ratio[peer]:.2f}"
-        table.rows.append([facts["algorithm"], measured(facts), *rates, step])
+def is_on_cpu(facts: dict[str, str]) -> bool:
+    """Return whether the programs of a measurement computed on the CPU, as all did before the device was recorded."""
+    return facts.get("device", ON_CPU) == ON_CPU
+
+
+def speed_beside(*names: str) -> Table:
+    """Return our steps per second and one peer's: d3rlpy on a dataset, a plain loop, or another script.
+
+    `names` are those that the peer has in the files. The first one heads its columns.
+    """
+    table = Table(("", "measured on", "onramp", names[0], f"onramp / {names[0]}", "step / floor"))
+    for peer in names:
+        for facts, median, ratio in speeds(peer):
+            step = f"{1 / ratio['floor']:.2f}" if "floor" in ratio else "-"
+            rates = f"{median['ours']:.1f}", f"{median[peer]:.1f}", f"{ratio[peer]:.2f}"
+            table.rows.append([facts["algorithm"], measured(facts), *rates, step])
     return table
 
 
@@ -175,12 +186,12 @@ def algorithms_table() -> Table:
 def speed_of(algo: str) -> str:
     """Return the ratio of our speed to the fastest peer's with its range over the rounds, or "" if it is not measured.
 
-    Use the first file, by name, among those that state the form of our updates.
+    Use the first file, by name, among those of the CPU that state the form of our updates.
     """
     for path in sorted((RESULTS / "speed").glob(f"{algo}-*.csv")):
         facts, rates = read_rounds(path)
         peers = [peer for peer in PEERS if peer in rates]
-        if peers and "form" in facts:
+        if peers and "form" in facts and is_on_cpu(facts):
             fastest = rates[peers].median().idxmax()
             ratio = rates["ours"] / rates[fastest]
             return f"{ratio.median():.2f} × {PEERS[fastest]} ({ratio.min():.2f} to {ratio.max():.2f})"
@@ -283,7 +294,7 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
         "scaling laws": lambda: laws_table(read(SCALING), SCALING_RETURNS, HELD_OUT),
         "scaling predictions": lambda: predictions_table(read(SCALING), SCALING_RETURNS, HELD_OUT),
     },
-    "docs/sweeps.md": {"packing": partial(speed_beside, "one run of all threads")},
+    "docs/sweeps.md": {"packing": partial(speed_beside, *ALONE.values())},
     "docs/wsrl.md": {"wsrl": wsrl_table},
     "docs/notes/wsrl.md": {"wsrl longer": partial(wsrl_table, "wsrl-longer")},
     "docs/expo.md": {
@@ -329,7 +340,7 @@ def main(args: Args) -> None:
     if args.runs is not None:
         runs = own_runs([args.runs])
         print_result(f"report: {len(runs)} runs in {args.runs}")
-        write(args.runs / "report.html", runs_page(runs, args.runs.name))
+        write(args.runs / "report.html", runs_page(runs, args.runs.resolve().name))
         return
     changed = {page: text for page in pages() if (text := remade(page)) != page.read_text("utf-8")}
     if args.check:

@@ -219,6 +219,11 @@ def test_a_suite_without_a_common_task_is_refused(tmp_path: Path):
         compare.main(Args(tmp_path, str(path)))
 
 
+def test_a_design_without_seeds_is_refused_before_its_runs():
+    with pytest.raises(InputError, match=r"^--seeds is 0: give a number of 1 or more$"):
+        compare.main(Args(suite="smoke", seeds=0))
+
+
 def test_a_suite_runs_only_what_it_has(tmp_path: Path):
     """A name and a task that it has, but not together."""
     path = tmp_path / "mine.toml"

@@ -276,6 +276,14 @@ def test_browser_scrolls_nothing_sideways_and_asks_for_nothing(made: str, tmp_pa
     assert set(loaded) <= {"data:"}
 
 
+def test_seeds_without_a_common_step_have_a_line_each():
+    """Four of them, which otherwise have one mean and an interval."""
+    seeds = {str(seed): {seed: 1.0, 10 * seed: 2.0} for seed in (1, 3, 4, 7)}
+    (axes,) = figures.scores_figure("", "steps", {figures.Line("SAC", "#000000"): seeds}, None).axes
+    assert [list(line.get_xdata()) for line in axes.lines] == [[1, 10], [3, 30], [4, 40], [7, 70]]
+    assert page.ends(seeds) == "2 after 10 and 2 after 30 and 2 after 40 and 2 after 70"
+
+
 def test_each_algorithm_has_one_colour_and_its_variants_differ_in_style():
     """In every figure: also if an algorithm is new, or a library's of the same name."""
     lines = figures.styled({"cql-mix": "Cal-QL", "cql-none": "CQL", "wsrl": "WSRL", "mine": "Mine"})

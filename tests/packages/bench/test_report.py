@@ -133,6 +133,34 @@ def test_each_other_peer_has_a_table_of_its_own(
     assert report.speed_table().rows == []
 
 
+def test_an_interrupted_measurement_and_one_of_a_gpu_have_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first has no time of the update alone. The second has no SBX and no floor, and README leaves it out."""
+    facts = {"algorithm": "sac on X", "processor": "AMD EPYC, 2 cores", "form": "recorded"}
+    for name, rates, device in (
+        ("sac-2", {"ours": 30, "sb3": 20, "sbx": 10, "floor": 60}, "the processor"),
+        ("sac-1", {"ours": 30, "sb3": 10}, "NVIDIA H200, 570.1, 143771 MiB"),
+    ):
+        rounds = [Slice(1, contender, rate, 1.0, 2.0, 0.0) for contender, rate in rates.items()]
+        write_rounds(tmp_path / "speed" / f"{name}.csv", facts | {"device": device}, rounds)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.speed_table().markdown().splitlines()[2:] == [
+        "| sac on X | NVIDIA H200, AMD EPYC, recorded | 30 | 10 | - | 3.00 | - | - |",
+        "| sac on X | AMD EPYC, recorded | 30 | 20 | 10 | 1.50 | 3.00 | - |",
+    ]
+    assert report.speed_of("sac") == "1.50 × SB3 (1.50 to 1.50)"
+
+
+def test_packed_runs_on_a_gpu_have_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their single run has another name than that of the CPU."""
+    for name in ("one run", "one run of all threads"):
+        rounds = [Slice(1, contender, rate, 1.0, 2.0, 0.0) for contender, rate in (("ours", 30), (name, 20))]
+        write_rounds(tmp_path / "speed" / f"{name}.csv", {"algorithm": name, "processor": "AMD EPYC"}, rounds)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    table = report.TABLES["docs/sweeps.md"]["packing"]()
+    assert [row[0] for row in table.rows] == ["one run", "one run of all threads"]
+    assert {row[4] for row in table.rows} == {"1.50"}
+
+
 class TestFromDatasets:
     """Tables of bench/report/offline_report.py, of runs made up here: returns of Hopper-v4, whose scores are known."""
 
@@ -244,6 +272,13 @@ class TestFromDatasets:
             "| interquartile mean | data retained | 40.0 | 60.0 | 65.0 | 70.0 | |",
         ]
 
+    def test_minutes_of_both_phases(self, results: Callable[..., None]):
+        """The run took a minute for 100 updates and 100 steps; another began at the switch."""
+        results("steering", "pa_rl", "a", 1, seconds=60, m100=0.0, s0=1.0, s100=2.0)
+        results("steering", "dsrl", "a", 1, seconds=60, s0=1.0, s100=2.0)
+        rows = offline_report.switch_table("steering").rows
+        assert [row[-1] for row in rows] == ["1.0", "1.0 with 100 offline updates"]
+
     def test_expo_beside_its_ablations(self, results: Callable[..., None]):
         """At the switch, half way and at the end of the shortest run; of a task without an end the share of its steps
         that is solved; then by seed how far above the others.
@@ -323,6 +358,16 @@ def test_a_config_that_is_no_runs_is_not_kept(tmp_path: Path, text: str):
     (tmp_path / "evaluations.csv").write_text("step,return\n0,1.5\n")
     with pytest.raises(InputError, match=r"config\.json does not hold a run's arguments: give a run folder"):
         main(Args(tmp_path, tmp_path / "kept"))
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("rows", ["0,0,1.5\n9,0,12", "0,0,1.5\n9,0\n", "0,0,1.5\n9,0,1.5,\n"])
+def test_an_incomplete_row_is_not_kept(tmp_path: Path, rows: str):
+    """A power cut may have torn the last number, which would be another one."""
+    (tmp_path / "config.json").write_text('{"algo": "iql", "arguments": {}}')
+    (tmp_path / "evaluations.csv").write_text(f"step,episode,return\n{rows}")
+    with pytest.raises(InputError, match=r"evaluations\.csv has an incomplete row: resume the run"):
+        keep(tmp_path, tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 

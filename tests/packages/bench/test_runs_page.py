@@ -59,6 +59,12 @@ def test_the_page_contains_figures_and_needs_nothing_else(runs: Path, capsys: py
     assert capsys.readouterr().out == f"report: 2 runs in {runs}\nreport: wrote {runs / 'report.html'}\n"
 
 
+def test_the_page_of_this_folder_has_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs)
+    report.main(report.Args(runs=Path()))
+    assert f"<title>{runs.name}: " in (runs / "report.html").read_text()
+
+
 def test_a_folder_without_runs_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="has no run with evaluations"):
         own_runs([tmp_path])
