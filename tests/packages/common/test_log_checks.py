@@ -63,13 +63,15 @@ def test_a_changed_log_is_not_resumed(log: str, mutation: Callable[..., bytes], 
     """20 changes of each kind up to the checkpoint. The command is refused, and all files stay as they are."""
     path = stopped / log
     content, size = path.read_bytes(), checkpoint.load(stopped / "checkpoint" / "state.pt")["logger"]["sizes"][log]
-    for seed in range(20):
-        path.write_bytes(mutation(bytearray(content[:size]), random.Random(seed)) + content[size:])
-        before = contents(stopped)
-        with pytest.raises(InputError, match=f"{log} has changed since its checkpoint: restore the run folder"):
-            module("sac").train(small_args(run_dir=stopped))
-        assert contents(stopped) == before
-    path.write_bytes(content)
+    try:
+        for seed in range(20):
+            path.write_bytes(mutation(bytearray(content[:size]), random.Random(seed)) + content[size:])
+            before = contents(stopped)
+            with pytest.raises(InputError, match=f"{log} has changed since its checkpoint: restore the run folder"):
+                module("sac").train(small_args(run_dir=stopped))
+            assert contents(stopped) == before
+    finally:
+        path.write_bytes(content)
 
 
 def test_rows_after_the_checkpoint_may_be_anything(stopped: Path, tmp_path: Path) -> None:
