@@ -23,7 +23,10 @@ from common.run_folder import mark_finished
 
 
 def test_a_few_faults_of_each_class_end_well(tmp_path: Path):
-    """In a process of its own: PyTorch has computed in this one, and a fork would lose its threads."""
+    """Two cases of each class, of the first algorithms. `make faults` has all of them.
+
+    In a process of its own: PyTorch has computed in this one, and a fork would lose its threads.
+    """
     line = [sys.executable, str(ROOT / "bench" / "faults" / "faults.py"), "--seed", "7", "--cases", "2"]
     report = tmp_path / "report.json"
     ended = subprocess.run([*line, "--json", str(report)], capture_output=True, text=True, timeout=300, check=False)
