@@ -159,7 +159,7 @@ def read_config(folder: Path, otherwise: str) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(files.read_bytes(path))
         if unknown := config.keys() - CONFIG_KEYS:
-            raise InputError(f"{path} has entries of another version ({', '.join(sorted(unknown))}), or is damaged")
+            raise InputError(f"{path} is of another version, with {', '.join(sorted(unknown))}, or damaged")
         if config.pop(CHECKSUM, None) not in (None, _checksum_of(config)):  # older runs have none
             raise InputError(f"{path} has changed since the run wrote it: {checkpoint.RESTORE_OR_RESTART}")
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):

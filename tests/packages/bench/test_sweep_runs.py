@@ -45,7 +45,7 @@ def checkpoints(folder: Path) -> int:
 
 
 def assert_same(sweep: Path, undisturbed: Path) -> None:
-    """Every file of every run, bit for bit but for wall-clock times."""
+    """Every run's evaluations, last state and replay rows, bit for bit."""
     runs = sorted(path.parent.relative_to(undisturbed) for path in undisturbed.glob("**/DONE"))
     assert runs
     assert runs == sorted(path.parent.relative_to(sweep) for path in sweep.glob("**/DONE"))

@@ -101,7 +101,7 @@ def test_a_changed_file_of_a_finished_run_is_read_by_nothing(
 ) -> None:
     path = finished / file
     content = path.read_bytes()
-    said = f"{file} (has changed since the run (ended|wrote it)|is damaged|has entries of)"
+    said = f"{file} (has changed since the run (ended|wrote it)|is damaged|is of another)"
     said += "|other arguments" if file == "config.json" else ""
     try:
         for mutation in MUTATIONS[:2]:

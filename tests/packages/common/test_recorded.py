@@ -20,6 +20,7 @@ from conftest import (
     EVERYTHING,
     OFFLINE,
     agent_of,
+    assert_same_folder,
     assert_same_run,
     command,
     every_algorithm,
@@ -103,7 +104,7 @@ def test_recorded_runs_are_deterministic_and_resume_exactly(algo: str, small: Ca
     assert killed.returncode == 0, killed.stderr
     assert not (tmp_path / "killed" / "DONE").exists()
     assert command(*arguments, algo=algo).returncode == 0
-    assert_same_run(tmp_path / "a", tmp_path / "killed")
+    assert_same_folder(tmp_path / "killed", tmp_path / "a")
     assert not same(final_state(tmp_path / "eager"), final_state(tmp_path / "a"))
 
 

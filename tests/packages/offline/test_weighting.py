@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import OFFLINE, assert_same_run, command, final_state, flags, killed_at, long, module, same
+from conftest import OFFLINE, assert_same_folder, command, final_state, flags, killed_at, long, module, same
 from d4rl_file import make
 from test_offline_to_online import transitions
 
@@ -201,7 +201,7 @@ class TestRuns:
         assert killed_at("iql", [("step", 150), ("online step", 130)], *lines).returncode == 0
         assert not (tmp_path / "killed" / "DONE").exists()
         assert command(*lines, algo="iql").returncode == 0
-        assert_same_run(tmp_path / "killed", tmp_path / "whole")
+        assert_same_folder(tmp_path / "killed", tmp_path / "whole")
 
     @pytest.mark.parametrize("algo", OFFLINE)
     def test_every_file_takes_it(self, algo: str, small: Callable[..., RunArgs], tmp_path: Path) -> None:
