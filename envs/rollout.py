@@ -144,7 +144,7 @@ class Rollout(Part):
             "lengths": self._lengths.tolist(),
             "finished": [list(episode) for episode in self._finished],
             "plans": self._plans.left,
-            "evaluation": self._eval_generators,
+            "evaluation": [states for states in self._eval_generators if states],  # all environments are alike
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
