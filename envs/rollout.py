@@ -144,7 +144,7 @@ class Rollout(Part):
             "lengths": self._lengths.tolist(),
             "finished": [list(episode) for episode in self._finished],
             "plans": self._plans.left,
-            "evaluation": [states for states in self._eval_generators if states],  # all environments are alike
+            "evaluation": self._eval_generators if any(self._eval_generators) else [],  # else the number is no state
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:

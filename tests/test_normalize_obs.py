@@ -7,18 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    OFFLINE,
-    PENDULUM,
-    agent_of,
-    final_state,
-    module,
-    same,
-    some,
-    stored,
-    updates_of,
-    with_flag,
-)
+from conftest import OFFLINE, PENDULUM, agent_of, final_state, module, same, some, stored, updates_of, with_flag
 from formulas import make_batch
 
 from algos.sac import SAC

@@ -153,7 +153,7 @@ def test_kills_between_a_step_and_its_pending_updates(algo: str, tmp_path: Path,
     assert pending[0].get("online", True)
     assert ("online" in pending[0]) == (algo in OFFLINE)
     module(algo).train(run)
-    assert_same_run(tmp_path / "killed", tmp_path / "undisturbed")
+    assert_same_folder(tmp_path / "killed", tmp_path / "undisturbed")
     assert final_state(tmp_path / "killed")["update"]["pending"] == []
 
 
@@ -205,7 +205,7 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     result = command(*flags(algo, **arguments, run_dir=tmp_path / "stopped"), algo=algo)
     assert result.returncode == 0
     assert "resumes from step" in result.stderr
-    assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
+    assert_same_folder(tmp_path / "stopped", tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("algo", some("sac", "ppo", "iql"))

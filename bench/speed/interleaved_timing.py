@@ -19,12 +19,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import pandas as pd
 import psutil
+import torch
 
 from bench.speed.step_counter import COUNTER_FILE, read_steps
 from bench.sweep.sweep_task import die_with_parent
+from common.provenance import commit, hardware, instructions
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 15
@@ -312,6 +315,17 @@ def versions(python: str | Path) -> str:
     )
     result = subprocess.run([str(python), "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
     return result.stdout.strip().replace("python, ", "python ", 1)
+
+
+def machine_facts(device: Literal["cpu", "cuda"]) -> dict[str, str]:
+    """Return what a measurement ran on, and the commit of our code. Raise ContenderError if there is no such device."""
+    machine = hardware(torch.device("cpu"))
+    return {
+        "device": accelerator() if device == "cuda" else ON_CPU,
+        "commit": commit(),
+        "processor": f"{machine['cpu']}, {machine['cores']} cores",
+        "instructions": " ".join(instructions()),
+    }
 
 
 def accelerator() -> str:

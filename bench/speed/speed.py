@@ -33,16 +33,14 @@ from typing import Any, Literal
 
 import h5py
 import numpy as np
-import torch
 import tyro
 
 from bench.speed.interleaved_timing import (
-    ON_CPU,
     ROOT,
     Contender,
     ContenderError,
-    accelerator,
     contest,
+    machine_facts,
     measure,
     report,
     versions,
@@ -50,7 +48,6 @@ from bench.speed.interleaved_timing import (
 )
 from bench.speed.matmul_floor import PRODUCTS
 from bench.speed.step_counter import counted
-from common.provenance import commit, hardware, instructions
 
 FOREVER = 100_000_000  # steps: more than any run here makes
 LEARNING_STARTS = 2000
@@ -289,17 +286,14 @@ def run_of(name: str, folder: Path) -> Path:
 
 def describe(args: Args) -> dict[str, str]:
     """Return the facts that a reader needs to judge the figures."""
-    offline, machine = ALGORITHMS[args.algo].offline, hardware(torch.device("cpu"))
+    offline = ALGORITHMS[args.algo].offline
     where = f"a dataset of {args.env}" if offline else f"{args.env}, {args.num_envs} environment(s)"
     dataset = args.dataset.name if args.dataset else f"{TRANSITIONS:,} random transitions"
     return {
         "algorithm": f"{args.algo} on {where}",
         **({"dataset": dataset} if offline else {}),
-        "device": accelerator() if args.device == "cuda" else ON_CPU,
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
-        "commit": commit(),
-        "processor": f"{machine['cpu']}, {machine['cores']} cores",
-        "instructions": " ".join(instructions()),
+        **machine_facts(args.device),
         "system": platform.platform(),
         "ours": args.ours or ALGORITHMS[args.algo].ours,
         "versions of ours": versions(sys.executable),

@@ -12,24 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
-from bench.speed.interleaved_timing import (
-    ON_CPU,
-    ROOT,
-    Contender,
-    ContenderError,
-    accelerator,
-    contest,
-    measure,
-    versions,
-)
+from bench.speed.interleaved_timing import ROOT, Contender, ContenderError, contest, machine_facts, measure, versions
 from bench.speed.speed import FOREVER, LEARNING_STARTS, WARM_UP_TIMEOUT, environment, form_of, has_losses
 from bench.speed.step_counter import counted
 from bench.sweep.mps import shared_card
 from common.cuda import GPU_SHARE_ENV
-from common.provenance import commit, hardware, instructions
 
 ALONE = {"cuda": "one run", "cpu": "one run of all threads"}  # the first heads the table of docs/sweeps.md
 
@@ -57,15 +46,12 @@ def main(args: Args) -> None:
 
     Raise ContenderError if a run fails, or if there is no GPU and one is needed.
     """
-    on_card, alone, machine = args.device == "cuda", ALONE[args.device], hardware(torch.device("cpu"))
+    on_card, alone = args.device == "cuda", ALONE[args.device]
     out = args.out or ROOT / "results" / "speed" / ("packing-cuda.csv" if on_card else "packing.csv")
     facts = {
         "algorithm": f"{args.runs} runs of sac on {args.env}",
-        "device": ON_CPU,
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",
-        "commit": commit(),
-        "processor": f"{machine['cpu']}, {machine['cores']} cores",
-        "instructions": " ".join(instructions()),
+        **machine_facts(args.device),
         "versions of ours": versions(sys.executable),
     }
     line = (
@@ -74,7 +60,7 @@ def main(args: Args) -> None:
     )
     with contextlib.ExitStack() as stack:
         if on_card:
-            facts |= {"device": accelerator(), "sharing": stack.enter_context(shared_card())}
+            facts["sharing"] = stack.enter_context(shared_card())
         contenders, folder = stack.enter_context(contest())
         threads = {f"{alone}-0": 1 if on_card else args.runs} | {f"ours-{i}": 1 for i in range(args.runs)}
         for name, number in threads.items():

@@ -190,7 +190,7 @@ class Counting:
 def test_packing_runs_as_many_as_asked_and_one_alone(on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "Contender", Counting)
     monkeypatch.setattr(packing, "shared_card", lambda: contextlib.nullcontext("by MPS"))
-    monkeypatch.setattr(packing, "accelerator", lambda: "a card")
+    monkeypatch.setattr("bench.speed.interleaved_timing.accelerator", lambda: "a card")
     monkeypatch.setattr(Counting, "made", [])
     out = tmp_path / "packing.csv"
     packing.main(packing.Args(runs=12, device=on, rounds=3, slice_seconds=0.01, out=out))

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, assert_same_run, long, module
+from conftest import ROOT, assert_same_folder, assert_same_run, long
 from stand_ins import RUN, write_suite
 
 from bench.sweep.suite import jobs, read_suite
-from common.command_line import parse
 
 
 def processes(word: str) -> list[psutil.Process]:
@@ -44,20 +43,21 @@ def checkpoints(folder: Path) -> int:
     return len(list(folder.glob("**/checkpoint/state.pt")))
 
 
-def assert_same(sweep: Path, undisturbed: Path) -> None:
-    """Every run's evaluations, last state and replay rows, bit for bit."""
+def assert_same(sweep: Path, undisturbed: Path, same_run: Callable[[Path, Path], None] = assert_same_folder) -> None:
+    """Every run, by default in all its files."""
     runs = sorted(path.parent.relative_to(undisturbed) for path in undisturbed.glob("**/DONE"))
     assert runs
     assert runs == sorted(path.parent.relative_to(sweep) for path in sweep.glob("**/DONE"))
     for run in runs:
-        assert_same_run(sweep / run, undisturbed / run)
+        same_run(sweep / run, undisturbed / run)
 
 
 def train_without_sweep(path: str, folder: Path) -> Path:
-    """Train every run of a suite in this process, one after another, on the CPU as the sweep does."""
-    arguments = module("sac").Args
+    """Run every command of a suite by hand, but for those of the name `bad`."""
     for job in jobs(*read_suite(path), folder):
-        module("sac").train(parse(arguments, [*job.argv[2:], "--device", "cpu"]))
+        if "bad" not in job.label:
+            environment = os.environ | job.environment
+            subprocess.run(job.argv, cwd=ROOT, env=environment, check=True, capture_output=True)
     return folder
 
 
@@ -108,11 +108,9 @@ class TestSweeps:
             ends.append((runs / "finished/Pendulum-v1/1/DONE").stat().st_mtime_ns)
         assert ends[0] == ends[1]
         assert "resumes from step 500" in (runs / "sac/Pendulum-v1/1.log").read_text()
-        for job in (each for each in jobs(*read_suite(path), tmp_path / "by-hand") if "bad" not in each.label):
-            environment = os.environ | job.environment
-            subprocess.run(job.argv, cwd=ROOT, env=environment, check=True, capture_output=True)
-        for name in ("sac", "finished"):
-            assert_same(runs / name, by_hand / name)
+        train_without_sweep(path, tmp_path / "by-hand")
+        assert_same(runs / "finished", by_hand / "finished")
+        assert_same(runs / "sac", by_hand / "sac", assert_same_run)  # it logged at its first end too
 
     def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, tmp_path: Path):
         process = start(write_suite(tmp_path, RUN.format(steps=100_000, seeds=3)), tmp_path / "runs", "--cpus", "2")

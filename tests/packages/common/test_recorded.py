@@ -627,7 +627,7 @@ def test_a_signal_that_ends_the_compiler_too_leaves_the_run_recorded(
     for each in (stopped, args):
         module("sac").train(each)
         assert json.loads((each.run_dir / "config.json").read_text())["form"] == "recorded"
-    assert_same_run(stopped.run_dir, args.run_dir)
+    assert_same_folder(stopped.run_dir, args.run_dir)
 
 
 @pytest.mark.usefixtures("interpreted")
