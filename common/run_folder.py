@@ -93,6 +93,11 @@ def is_finished(folder: Path) -> bool:
     return (folder / DONE).exists()
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Return whether the run has a checkpoint, but did not reach its last step. A run in results/ has neither."""
+    return state_path(folder).parent.exists() and not is_finished(folder)
+
+
 def crc_of(file: IO[bytes], size: int) -> int:
     """Return the CRC-32 of the next `size` bytes of a file, or of those that are left."""
     crc = 0

@@ -27,6 +27,7 @@ from common.run_folder import (
     EVALUATIONS,
     METRICS,
     RESTORE_FINISHED,
+    is_unfinished,
     read_config,
     read_evaluations,
     require_unchanged,
@@ -50,9 +51,11 @@ def keep(run: Path, kept: Path) -> None:
     """Write the files that the report needs of `run` to `kept`.
 
     The arguments lose the folders of this machine. Of metrics.csv only the run's time stays. If both folders are the
-    same, evaluations.csv is deleted after it is compressed. Raise InputError if config.json is not a run's, if
-    evaluations.csv has an incomplete row, or if one of the files has changed since the run ended.
+    same, evaluations.csv is deleted after it is compressed. Raise InputError if the run has not reached its last step,
+    if config.json is not a run's, if evaluations.csv has an incomplete row, or if a file has changed since the end.
     """
+    if is_unfinished(run):  # tables compare all runs at the last step of the shortest
+        raise InputError(f"{run} has not ended: resume it first")
     require_unchanged(run)
     evaluations = (run / EVALUATIONS).read_bytes()
     if not evaluations.endswith(b"\n") or len({row.count(b",") for row in evaluations.splitlines()}) > 1:

@@ -158,8 +158,7 @@ def read_scores(
     """
     curves, ends = {}, []
     for run, path in files.items():
-        unfinished = (path.parent / "checkpoint").exists() and not run_folder.is_finished(path.parent)
-        if run[0] in names and run[1] == task and not unfinished:
+        if run[0] in names and run[1] == task and not run_folder.is_unfinished(path.parent):
             run_folder.require_unchanged(path.parent)
             curve = curves[run] = read_curve(path, args.column)
             ends.append(_end(path.parent, max(curve)))

@@ -351,6 +351,19 @@ def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     )  # fmt: skip
 
 
+def test_a_run_that_has_not_ended_is_not_kept(tmp_path: Path):
+    """The report would compare all other runs at its last step."""
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "config.json").write_text('{"algo": "iql", "arguments": {}}')
+    (tmp_path / "evaluations.csv").write_text("step,return\n0,1.5\n")
+    with pytest.raises(InputError, match=r"has not ended: resume it first$"):
+        keep(tmp_path, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    (tmp_path / "DONE").touch()
+    keep(tmp_path, tmp_path / "kept")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"arguments": []}', '{"arguments": {"dataset": 3}}'])
 def test_a_config_that_is_no_runs_is_not_kept(tmp_path: Path, text: str):
     """It is refused in words, and nothing is written."""
