@@ -99,7 +99,7 @@ def _numbers(name: str, values: ArrayLike | None, width: int | None, rows: int |
     """Return finite numbers [rows, width]; None allows any size. Raises InputError otherwise."""
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # of a tensor with a gradient
         raise InputError(f"{name} is not an array of numbers: {' '.join(str(error).split())[:200]}") from None
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} holds {array.dtype}: give an array of numbers")

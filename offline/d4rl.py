@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from common.errors import InputError
 from envs.settings import is_plain
-from offline.download import cache_folder, download, require_same
+from offline.download import cache_folder, download, note_of, require_same
 from offline.environments import BINARY_SCORES, ENVIRONMENTS
 from offline.hdf5 import BAD_FILE, opened, unreadable
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
@@ -114,6 +114,8 @@ def _locate(source: str) -> tuple[Path, Entry | None]:
     path = folder() / Path(IDS[source].file).name
     if not path.exists():
         download(url(source), path, check=_check_layout, size=IDS[source].size)
+    if not note_of(path).exists():  # which a broken file must not begin
+        _check_layout(path)
     require_same(path)
     return path, IDS[source]
 
@@ -166,7 +168,9 @@ class _Layout:
     def __init__(self, path: Path, file: h5py.File) -> None:
         self.path, self.file = path, file
         if missing := [key for key in KEYS if key not in file]:
-            raise InputError(f"{path} has no {', '.join(missing)}: it is not in D4RL's layout")
+            raise InputError(
+                f"{path} has no {', '.join(missing)}: it is not in D4RL's layout; see tools.convert (docs/data.md)"
+            )
         self.rows = self._dataset("rewards").shape[0]
         if self.rows == 0:
             raise InputError(f"{path} is empty: it holds no transitions")

@@ -189,6 +189,11 @@ class Dataset(Episodes):
         return f"{checksum:08x}"
 
 
+def plain_id(source: str) -> str:
+    """Return a dataset's name without `minari:`, the form of an output, and without its remote (hf://…)."""
+    return minari.without_remote(source.removeprefix("minari:"))
+
+
 def read(source: str | Path, compat: bool = False, horizon: int | None = None) -> RawDataset:
     """Read a D4RL id, the path of a file in D4RL's layout, an OGBench id, or a Minari id.
 

@@ -66,16 +66,12 @@ def download(
     Raises InputError if the file cannot be downloaded, RunError if the disk is full or the connection is cut.
     """
     part, facts = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
-    lock = path.with_name(path.name + ".part.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):  # another process may be downloading it: wait for that file
-            try:
-                if not path.exists():
-                    _insist(url, part, facts, size)
-                    _land(url, part, path, facts, check)
-            finally:
-                lock.unlink()  # while it is held; a process that waits for it makes a new one
+        with locked(part):  # another process may be downloading it: wait for that file
+            if not path.exists():
+                _insist(url, part, facts, size)
+                _land(url, part, path, facts, check)
     except urllib.error.URLError as error:
         reason = " ".join(str(error.reason).split())  # that of a redirect to itself has three lines
         raise InputError(
@@ -83,6 +79,17 @@ def download(
         ) from None
     except PermissionError as error:
         raise InputError(f"{path.parent} cannot be written ({error.strerror}): set {variable}") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this lock of `path`, and hold it."""
+    lock = path.with_name(f"{path.name}.lock")
+    with FileLock(lock):
+        try:
+            yield
+        finally:
+            lock.unlink()  # while it is held; a process that waits for it makes a new one
 
 
 def note_of(path: Path) -> Path:
@@ -98,13 +105,8 @@ def require_same(path: Path) -> None:
     """
     note, line = note_of(path), f"{sha256_of(path)}  {path.name}\n"
     if not note.exists():
-        lock = note.with_name(f"{note.name}.lock")
-        with contextlib.suppress(OSError), FileLock(lock):  # several runs may begin at once
-            try:
-                with replacing(note) as file:
-                    file.write(line.encode())
-            finally:
-                lock.unlink()
+        with contextlib.suppress(OSError), locked(note), replacing(note) as file:  # several runs may begin at once
+            file.write(line.encode())
     elif note.read_bytes() != line.encode():
         raise InputError(
             f"{path} is not the file that was first used here: restore it, "
@@ -135,7 +137,9 @@ def _insist(url: str, part: Path, facts: Path, size: int | None) -> None:
             if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE or attempt == TRIES - 1:
                 raise
             facts.unlink(missing_ok=True)  # so that the whole file is requested
-        except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
+        except (http.client.HTTPException, ConnectionError, TimeoutError, urllib.error.URLError) as error:
+            if isinstance(error, urllib.error.URLError) and not (part.exists() and isinstance(error.reason, OSError)):
+                raise  # a wrong address, or no network; if a part is here, the new connection failed
             if attempt == TRIES - 1:
                 raise RunError(
                     f"{url} was cut short in {TRIES} tries ({error}): run the same command to resume the download"
@@ -180,6 +184,8 @@ def _receive(url: str, part: Path, facts: Path, size: int | None) -> None:
         free = shutil.disk_usage(part.parent).free
         if total is not None and total - have > free:
             raise RunError(f"{part.parent} has {free:,} bytes free, {url} takes {total - have:,} more: make room")
+        if not have:  # before its facts change, so that a kill leaves no old part with the new file's validator
+            part.unlink(missing_ok=True)
         with replacing(facts) as file:
             validator = reply.headers.get("ETag") or reply.headers.get("Last-Modified")
             file.write(json.dumps({"validator": validator}).encode())

@@ -26,10 +26,11 @@ from minari.storage.remotes import DEFAULT_REMOTE
 from common.errors import InputError
 from common.messages import log
 from envs.make import register_robotics
-from offline.download import require_connection
+from offline.download import locked, require_connection
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
 SMALLEST_EPISODE = 100  # bytes; in HDF5, the names and shapes of its arrays take more
+HARMLESS = ("RecordEpisodeStatistics", "FlattenObservation")  # wrappers that change no data, or as we do
 BLOCK_ROWS = 10_000  # short episodes are joined into blocks of about this many transitions
 
 # What the library raises on files that are damaged, missing or of another version.
@@ -58,14 +59,29 @@ def read(source: str) -> RawDataset:
     Raises InputError if the dataset does not exist, cannot be downloaded or read, or if its observations or actions are
     not vectors of numbers.
     """
-    dataset_id = source.rpartition("://")[2].partition("/")[2] if "://" in source else source
+    dataset_id = without_remote(source)
     folder = get_dataset_path(dataset_id)
-    if not (folder / "data" / "metadata.json").exists():
-        _download(source)
+    if not _is_here(dataset_id):
+        _download(source, dataset_id)
     try:
         return _recording(_loaded(dataset_id), source)
     except _BAD_FILES as error:
         raise _damaged(folder, error) from None
+
+
+def without_remote(source: str) -> str:
+    """Return the id without the remote before it: D4RL/pen/human-v2 of hf://farama-minari/D4RL/pen/human-v2."""
+    return source.rpartition("://")[2].partition("/")[2] if "://" in source else source
+
+
+def _unfinished(dataset_id: str) -> Path:
+    """Return the path of a file that is there while the dataset is downloaded, and after a kill."""
+    return Path(get_dataset_path(), f".{dataset_id.replace('/', '-')}.part")
+
+
+def _is_here(dataset_id: str) -> bool:
+    is_there = (get_dataset_path(dataset_id) / "data" / "metadata.json").exists()  # it may be the first to arrive
+    return is_there and not _unfinished(dataset_id).exists()
 
 
 def _loaded(dataset_id: str) -> MinariDataset:
@@ -84,7 +100,7 @@ def _loaded(dataset_id: str) -> MinariDataset:
 def reference(dataset_id: str) -> tuple[float, float] | None:
     """Return the returns that score 0 and 100, as a dataset in Minari's folder states them, else None."""
     try:
-        is_here = is_id(dataset_id) and (get_dataset_path(dataset_id) / "data" / "metadata.json").exists()
+        is_here = is_id(dataset_id) and _is_here(dataset_id)
     except OSError:  # Minari makes its folder, which can be forbidden
         is_here = False
     if not is_here:
@@ -100,16 +116,24 @@ def _scores(metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: metadata[name] for name in ("ref_min_score", "ref_max_score") if metadata.get(name) is not None}
 
 
-def _download(source: str) -> None:
+def _download(source: str, dataset_id: str) -> None:
     remote = source if "://" in source else os.environ.get("MINARI_REMOTE", DEFAULT_REMOTE)
+    mark, data = _unfinished(dataset_id), get_dataset_path(dataset_id) / "data"
     try:
         if remote.startswith("hf://"):
             require_connection(constants.ENDPOINT)
-        download_dataset(source, force_download=True)  # forced: a download that was killed may have left a folder
+        with locked(mark):  # another process may be downloading it: wait for that
+            if not _is_here(dataset_id):
+                mark.touch()
+                download_dataset(source, force_download=True)  # forced: a killed download may have left a folder
+                mark.unlink()
     except Exception as error:  # each remote raises errors of its own library, and all are reported here
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if not data.exists():
+            mark.unlink(missing_ok=True)
         is_known = source.rpartition("farama-minari/")[2] in known()
         by_hand = f": get that folder by other means and put it into {get_dataset_path()}"
+        by_hand += f", then delete {mark}" if mark.exists() else ""
         cure = by_hand if is_known else nearest(source, known())
         raise InputError(f"{source} is not in {get_dataset_path()} and cannot be downloaded ({reason}){cure}") from None
 
@@ -187,6 +211,8 @@ def _environment(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     for wrapper in specs[0].get("additional_wrappers") or []:
         if wrapper.get("name") == "ActionRepeat":
             kwargs["action_repeat"] = wrapper["kwargs"]["times"]
+        elif wrapper.get("name") not in HARMLESS:
+            _warn_of_wrapper(path, str(wrapper.get("name")))
     registered = gym.registry.get(name)
     if limit and not (registered and registered.max_episode_steps == limit):
         kwargs["max_episode_steps"] = limit
@@ -224,11 +250,17 @@ def _warn_of_walls(path: Path) -> None:
     log.warning(f"{path.parent}: {said}")
 
 
+@functools.cache
+def _warn_of_wrapper(path: Path, name: str) -> None:
+    log.warning(f"{path.parent}: its environment has the wrapper {name}, evaluations have not: give --env one with it")
+
+
 def _is_vector(space: Space[Any]) -> bool:
-    """Return whether it is a box, or a dict of boxes and of what Gymnasium flattens to zeros and ones."""
+    """Return whether it is a vector, or a dict of boxes and of what Gymnasium flattens to zeros and ones."""
     if not isinstance(space, Dict):
-        return isinstance(space, Box)
-    return all(isinstance(e, Discrete | MultiBinary | MultiDiscrete) or _is_vector(e) for e in space.spaces.values())
+        return isinstance(space, Box) and len(space.shape) == 1
+    kinds = Box | Discrete | MultiBinary | MultiDiscrete
+    return all(isinstance(entry, kinds) or _is_vector(entry) for entry in space.spaces.values())
 
 
 def _joined(space: Space[Any], values: Any) -> Array:

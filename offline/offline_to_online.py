@@ -29,7 +29,7 @@ from common.run_folder import has_checkpoint, is_finished, read_state, run_confi
 from envs.make import find
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
-from offline.dataset import load, read
+from offline.dataset import load, plain_id, read
 from offline.environments import domain
 from offline.rewards import IDENTITY, RewardTransform
 from offline.sampling import concatenated, cut_windows, even_order, selected, weighted_rows
@@ -79,7 +79,7 @@ class OfflineArgs(OffPolicyArgs):
     """Capacity of the replay buffer, in online transitions."""
     init_from: Path | None = None
     """Run folder of the same algorithm whose networks this run starts from.
-    wsrl also takes cql and iql. expo takes only the base policy, as do dsrl and pa_rl, also from other algorithms."""
+    wsrl also takes cql and iql. expo takes only the base policy. So do dsrl and pa_rl, also of other algorithms."""
     normalize_obs: bool = False
     """Normalise observations by the mean and standard deviation of the dataset's."""
     d4rl_compat: bool = False
@@ -104,7 +104,7 @@ class OfflineArgs(OffPolicyArgs):
 
     @property
     def task(self) -> str:
-        return Path(self.dataset).stem if self.dataset.endswith((".hdf5", ".h5")) else self.dataset
+        return Path(self.dataset).stem if self.dataset.endswith((".hdf5", ".h5")) else plain_id(self.dataset)
 
     @property
     def span(self) -> tuple[int, int]:

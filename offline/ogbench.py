@@ -94,10 +94,10 @@ def goal_of(env_id: str) -> Goal:
 
 def relabelled(file: Archive, goal: Goal) -> tuple[Array, Array]:
     """Return each row's reward, minus the number of unsolved parts, and its mask, 0 if all are solved: [n] each."""
-    states = file.blocks("qpos", BLOCK_ROWS)
+    states = _numbers(file, "qpos")
     buttons: Iterator[Array | None] = iter(lambda: None, 0)
     if goal.buttons is not None:
-        buttons = file.blocks("button_states", BLOCK_ROWS)
+        buttons = _numbers(file, "button_states")
     found = [goal.solved(*row) for row in zip(states, buttons, strict=False)]
     solved = np.concatenate(found)
     masks: Array = np.where(solved.all(1), np.float32(0), np.float32(1))
@@ -116,7 +116,18 @@ def last_rows(file: Archive) -> Array:
 
 def column(file: Archive, key: str) -> Array:
     """Return an array whole. A header cannot promise more than the file holds, as NumPy's own reader believes."""
-    return np.concatenate([*file.blocks(key, BLOCK_ROWS)])
+    return np.concatenate([*_numbers(file, key)])
+
+
+def _numbers(file: Archive, key: str) -> Iterator[Array]:
+    """Yield an array's blocks. Raises InputError if one is not of finite numbers."""
+    for number, block in enumerate(file.blocks(key, BLOCK_ROWS)):
+        if block.dtype.kind not in "biuf":
+            raise InputError(f"{file.path}: {key} holds {block.dtype}, not numbers: put a whole copy there")
+        if len(bad := np.flatnonzero(~np.isfinite(block.reshape(len(block), -1)).all(1))):
+            row = number * BLOCK_ROWS + int(bad[0])
+            raise InputError(f"{file.path}: {key} of row {row:,} is not finite: put a whole copy there")
+        yield block
 
 
 def require_task(file: Archive, goal: Goal, name: str) -> int:
@@ -154,12 +165,12 @@ def read(dataset_id: str, path: Path | None = None) -> RawDataset:
     _mention_origin(path)
     file = Archive(path)
     require_task(file, goal, name)
-    require_same(path)
     is_last = last_rows(file)
     starts_only = is_last & np.append(True, is_last[:-1])
     if is_last.all():
         raise InputError(f"{path} holds no transitions: put a whole copy there")
     rewards, masks = relabelled(file, goal)
+    require_same(path)  # not before, because its note must not be of a damaged file
     ends = np.cumsum(~is_last)[is_last & ~starts_only]
     bound = np.ones(goal.widths["actions"])
 

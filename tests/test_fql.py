@@ -207,6 +207,8 @@ def test_actions_are_clipped_samples_and_evaluations_have_noise_of_their_own() -
         ("D4RL/antmaze/large-diverse-v1", 1, (3, "mean", 0.99, 1_000_000, -1)),
         ("pen-human-v1", 0, (1e4, "min", 0.99, 500_000, 0)),
         ("D4RL/pen/cloned-v2", 0, (1e4, "min", 0.99, 500_000, 0)),
+        ("minari:D4RL/pen/cloned-v2", 0, (1e4, "min", 0.99, 500_000, 0)),
+        ("hf://farama-minari/D4RL/pen/cloned-v2", 0, (1e4, "min", 0.99, 500_000, 0)),
         ("pen-cloned-v1", 1, (1e3, "min", 0.99, 1_000_000, 0)),
         ("pen-expert-v1", 0, (3e3, "min", 0.99, 500_000, 0)),
         ("door-cloned-v1", 0, (3e4, "min", 0.99, 500_000, 0)),

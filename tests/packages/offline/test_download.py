@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -254,6 +256,29 @@ def test_a_network_error_is_retried(
         download(server.url, tmp_path / "other.hdf5", anything)
 
 
+def test_a_failed_reconnection_is_retried(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nothing was received, the address is to blame."""
+    path, opened, refuses = tmp_path / "file.hdf5", urllib.request.urlopen, [False, True]
+
+    def urlopen(*args: Any, **kwargs: Any) -> Any:
+        if refuses and refuses.pop(0):
+            raise urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+        return opened(*args, **kwargs)
+
+    monkeypatch.setattr(module.urllib.request, "urlopen", urlopen)
+    server.cut_at = [300_000]
+    download(server.url, path, anything)
+    assert path.read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=300000-"]
+    refuses += [True]
+    with pytest.raises(InputError, match=r"cannot be downloaded \(.*refused.*\): get the file by other means"):
+        download(server.url, tmp_path / "other.hdf5", anything)
+    refuses += [False, True, True]
+    server.cut_at = [300_000]
+    with pytest.raises(RunError, match=r"was cut short in 3 tries \(.*refused.*\): run the same command to resume"):
+        download(server.url, tmp_path / "third.hdf5", anything)
+
+
 def test_a_full_disk_is_not_retried(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -324,6 +349,17 @@ def test_another_file_under_the_same_id_is_refused(
             read("relocate-human-v1")
     path.with_name(path.name + ".sha256").unlink()
     assert len(read("relocate-human-v1")) == 8
+
+
+def test_a_broken_file_is_not_the_one_that_is_asked_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path))
+    path = make(tmp_path / "relocate-human-v1.hdf5", "..t..o")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(InputError, match="put a whole copy in its place"):
+        read("relocate-human-v1")
+    path.write_bytes(whole)
+    assert len(read("relocate-human-v1")) == 5
 
 
 def test_the_note_is_that_of_sha256sum(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,24 @@ def test_a_maze_of_which_one_spec_is_silent(capsys: Any, stated: str) -> None:
     assert "the data's maze is used" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrapper", [None, gym.wrappers.NormalizeReward, gym.wrappers.RecordEpisodeStatistics])
+def test_a_wrapper_that_evaluations_lack_is_named(capsys: Any, wrapper: Callable[[gym.Env], gym.Env] | None) -> None:
+    env = gym.make("Pendulum-v1")
+    name = create([episode(3, 0.0, "truncated")], env=env if wrapper is None else wrapper(env))
+    assert [load(name).env for _ in range(2)] == ["Pendulum-v1"] * 2
+    said = "its environment has the wrapper NormalizeReward, evaluations have not: give --env one with it"
+    assert capsys.readouterr().err.count(said) == (wrapper is gym.wrappers.NormalizeReward)
+
+
+def test_images_are_refused() -> None:
+    name = create(
+        [episode(3, 0.0, "truncated", obs=lambda values: np.zeros((len(values), 8, 8, 3)))],
+        obs_space=Box(0, 255, (8, 8, 3), np.float64),
+    )
+    with pytest.raises(InputError, match="the algorithms here take vectors of numbers"):
+        load(name)
+
+
 def test_other_libraries_read_what_we_write() -> None:
     """Minari, d3rlpy, TorchRL and Stable-Baselines3, in an environment of their own."""
     if not (ROOT / ".venv-libraries").exists():
@@ -238,6 +258,48 @@ class TestRemote:
     def test_a_killed_download_starts_again(self, shelf: Path, own_folder: Path) -> None:
         (own_folder / "mine" / "made-v0" / "data").mkdir(parents=True)
         assert len(load("mine/made-v0")) == 3
+
+    def test_a_download_that_was_killed_behind_its_metadata_goes_on(
+        self, shelf: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The metadata may arrive before the data, and another program may look then."""
+
+        def killed(self: Shelf, dataset_id: str, path: Path) -> None:
+            (data := path / dataset_id / "data").mkdir(parents=True)
+            (data / "metadata.json").write_bytes((shelf / dataset_id / "data" / "metadata.json").read_bytes())
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Shelf, "download_dataset", killed)
+            with pytest.raises(KeyboardInterrupt):
+                load("mine/made-v0")
+        assert reference("mine/made-v0") is None
+        assert len(load("mine/made-v0")) == 3
+        assert [path.name for path in own_folder.iterdir()] == ["mine"]
+
+    def test_two_programs_download_it_once(
+        self, shelf: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked, original = [], Shelf.download_dataset
+
+        def slow(self: Shelf, dataset_id: str, path: Path) -> None:
+            asked.append(dataset_id)
+            time.sleep(0.5)
+            original(self, dataset_id, path)
+
+        monkeypatch.setattr(Shelf, "download_dataset", slow)
+        with ThreadPoolExecutor() as pool:
+            assert [len(each) for each in pool.map(load, ["mine/made-v0"] * 2)] == [3, 3]
+        assert asked == ["mine/made-v0"]
+
+    def test_what_arrives_by_other_means_needs_no_mark_removed(
+        self, shelf: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A download of which nothing arrived leaves no mark."""
+        (shelf / "mine").rename(shelf / "gone")
+        with pytest.raises(InputError, match="cannot be downloaded"):
+            load("mine/made-v0")
+        assert list(own_folder.glob(".*")) == []
 
     def test_an_unknown_one(self, shelf: Path) -> None:
         with pytest.raises(InputError, match=r"D4RL/pen/humn-v2 is not in .* did you mean .*D4RL/pen/human-v2"):

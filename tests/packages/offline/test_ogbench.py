@@ -22,6 +22,7 @@ from envs import ogbench as environments
 from envs.make import make
 from offline import ogbench
 from offline.dataset import load, read
+from offline.download import note_of
 from offline.npz import Archive
 from offline.scores import scorer
 from tools.convert import Args as ConvertArgs
@@ -248,6 +249,8 @@ BAD_FILES = {
         r"valids has shape \(8,\), not \(16,\): put a",
     ),
     "rows": (lambda path: rewrite(path, qpos=np.zeros((4, 2))), "qpos has 4 rows, terminals 16"),
+    "NaN": (lambda path: rewrite(path, qpos=np.full((16, 2), np.nan)), "qpos of row 0 is not finite: put a whole"),
+    "words": (lambda path: rewrite(path, qpos=np.full((16, 2), "a")), "qpos holds <U1, not numbers: put a whole"),
     "single": (lambda path: rewrite(path, terminals=np.ones(16, bool)), "holds no transitions"),
     "Fortran": (lambda path: rewrite(path, qpos=np.asfortranarray(np.ones((16, 2)))), "Fortran's order"),
 }
@@ -277,6 +280,7 @@ def test_a_bad_file(fault: str, folder: Path) -> None:
     damage, message = BAD_FILES[fault]
     damage(path)
     fails("pointmaze-medium-navigate-singletask-v0", message)
+    assert not note_of(path).exists()  # it is not the file that is asked for later
 
 
 def test_a_huge_promise_takes_no_memory(folder: Path) -> None:

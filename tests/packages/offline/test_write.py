@@ -13,6 +13,7 @@ import h5py
 import minari
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from common.errors import InputError, RunError
@@ -179,6 +180,7 @@ REFUSED = [
     ({"observations": NONE}, "observations has no rows"),
     ({"observations": np.full((13, 3), None)}, "observations holds object: give an array of numbers"),
     ({"observations": [[1.0], [1.0, 2.0]]}, "observations is not an array of numbers"),
+    ({"observations": torch.zeros(13, 3, requires_grad=True)}, "observations is not an array of numbers"),
     ({"actions": np.zeros((14, 2))}, "actions has 14 rows, observations has 13"),
     ({"next_observations": np.zeros((13, 2))}, r"next_observations has shape \(13, 2\): give \(n, 3\)"),
     ({"rewards": np.zeros((13, 2))}, r"rewards has shape \(13, 2\): give \(n,\)"),
