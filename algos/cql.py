@@ -14,8 +14,8 @@ These choices follow the authors' code, not the paper (docs/cql.md lists all):
 - The log-sum-exp also values actions of π(·|s') at s.
 - α's loss is -log α (log π + H̄).
 
-Two choices follow neither. All losses, including α's, are computed before any network is updated. The networks are
-those of sac.py, without Cal-QL's orthogonal initialisation and its learned scale and offset of log σ.
+As in Cal-QL's code, all losses, including α's, are computed before any network is updated. The networks follow neither:
+they are those of sac.py, without Cal-QL's orthogonal initialisation and its learned scale and offset of log σ.
 """
 
 import common.start
@@ -101,7 +101,7 @@ class Args(OfflineArgs):
     """Number added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
     """Raw reward of a step without success.
-    Cal-QL's returns-to-go assume that an episode of such steps fails forever."""
+    Cal-QL's returns-to-go assume that an episode of such steps, or one that is cut while it fails, fails forever."""
 
 
 # Sources: young-geng/CQL for locomotion, Cal-QL for antmaze and adroit-binary, CORL for maze2d and adroit. Kitchen has

@@ -11,7 +11,8 @@ What differs from sac.py is what the paper changes, with the settings of the aut
   of the batch. Gradients pass through these statistics, not through the target.
 - Inputs and hidden layers are normalised, by batch renormalisation (Ioffe 2017, arXiv 1702.03275). Its corrections
   begin after 100,000 passes of a network. Until then it is batch normalisation.
-- Acting, targets and evaluation use the running statistics of the actor, the actor's loss those of the critics.
+- Acting, targets and evaluation use the actor's running statistics. The actor's loss uses the batch's statistics in
+  the actor, and running ones in the critics.
 - The critics are 2,048 wide. On a CPU this takes long: give --critic-hidden 512 512.
 - Adam's β₁ is 0.5 for actor and critics. Actor and temperature move at every third update.
 

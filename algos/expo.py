@@ -7,7 +7,7 @@ critics, and the data's share of each batch, are RLPD's (Ball et al. 2023, arXiv
     python algos/expo.py --dataset antmaze-large-diverse-v2 --offline-steps 500000 --online-steps 200000  # fine-tuning
     python algos/expo.py --dataset data/pen-binary-time.hdf5 --online-steps 20000 --size small  # online, with data
 
-Here log α is at most 20. On most tasks the edits are too small to reach the target entropy, so α would grow forever.
+Here log α is at most 20. With β below 0.303, edits cannot reach the target entropy -|A| / 2, so α would grow forever.
 """
 
 import common.start

@@ -8,8 +8,8 @@ Fujimoto, van Hoof and Meger 2018, arXiv 1802.09477.
 
 β₁ and β₂ are the authors' for each dataset. For another dataset, try several. Online, β₂ is 0 and β₁ falls to a half,
 as in CORL's fine-tuning. Differences from the authors' code:
-- There, β₁ falls to 0 online, and actions have noise of 0.03.
-- The target actor follows the actor without a delay.
+- In the authors' code, β₁ falls to 0 online, and actions have noise of 0.03.
+- The target actor moves towards the updated actor. The authors' moves towards the actor from before the update.
 - The last transition of a truncated episode is kept. No action follows it, so its target has no penalty.
 - The dataset's actions are clipped to ±(1 - 1e-5).
 """

@@ -12,7 +12,7 @@ are that paper's.
 
 REDQ (Chen et al. 2021, arXiv 2101.05982) and DroQ (Hiraoka et al. 2022, arXiv 2110.02034) are SAC with 20 updates of
 the critics a step. REDQ has ten critics, of which a target uses two at random. DroQ has two, with dropout and layer
-norms. The actor moves once a step, towards the critics' mean. docs/presets.md lists the presets.
+norms. The actor has one update a step, on the critics' mean. docs/presets.md lists the presets.
 
 Public versions differ. This one follows the SAC baseline of CrossQ (Bhatt et al. 2024), which has the best public
 curves on Gymnasium's v4 environments:
@@ -77,16 +77,16 @@ class Args(OnlineArgs, OffPolicyArgs):
     dropout: Probability = 0.0
     """Share of the critics' hidden units that are dropped, also in targets and for the actor."""
     critic: Literal["mse", "hl-gauss", "c51"] = "mse"
-    """Loss of the critics: the squared error of values, or the cross-entropy of histograms of the return."""
+    """Loss of the critics. mse: squared error of values. Others: cross-entropy of histograms of the return."""
     bins: int = 101
-    """Bins of a histogram."""
+    """With --critic hl-gauss or c51: bins of a histogram."""
     q_min: OptionalNumber = None
     """Smallest return of a histogram. Without it and --q-max, rewards are scaled until returns fit into ±5."""
     q_max: OptionalNumber = None
     """Largest return of a histogram."""
 
     normalize_obs: bool = False
-    """Normalise observations by their running mean and standard deviation, as PPO does."""
+    """Normalise observations by their running mean and standard deviation."""
 
     # Learning
     gamma: Fraction = 0.99

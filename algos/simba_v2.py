@@ -4,8 +4,8 @@ Lee, Lee, Seno, Kim, Stone and Choo 2025, "Hyperspherical Normalization for Scal
 2502.15280.
 
     python algos/simba_v2.py --env Humanoid-v4
-    python algos/simba_v2.py --env HalfCheetah-v4 --size small
-    python algos/simba_v2.py --env HalfCheetah-v4 --utd 2
+    python algos/simba_v2.py --env HalfCheetah-v4 --critics 1 --size small
+    python algos/simba_v2.py --env HalfCheetah-v4 --critics 1 --utd 2
 
 What differs from sac.py is what the paper changes, with the settings of the authors' code:
 - The features and the weights of each unit have norm 1. Learned scales take the place of norms and biases.

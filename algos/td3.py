@@ -48,16 +48,16 @@ class Args(OnlineArgs, OffPolicyArgs):
     critics: int = 2
     """Number of critics. The target uses the smallest value, the actor the first critic."""
     critic: Literal["mse", "hl-gauss", "c51"] = "mse"
-    """Loss of the critics: the squared error of values, or the cross-entropy of histograms of the return."""
+    """Loss of the critics. mse: squared error of values. Others: cross-entropy of histograms of the return."""
     bins: int = 101
-    """Bins of a histogram."""
+    """With --critic hl-gauss or c51: bins of a histogram."""
     q_min: OptionalNumber = None
     """Smallest return of a histogram. Without it and --q-max, rewards are scaled until returns fit into ±5."""
     q_max: OptionalNumber = None
     """Largest return of a histogram."""
 
     normalize_obs: bool = False
-    """Normalise observations by their running mean and standard deviation, as PPO does."""
+    """Normalise observations by their running mean and standard deviation."""
 
     # Learning
     gamma: Fraction = 0.99
@@ -120,7 +120,7 @@ class TD3:
         is_scaled = histogram and args.q_min is None
         self.reward_scaler = ReturnScaler(args.num_envs, args.gamma, FIT).to(device) if is_scaled else nn.Identity()
         self.gamma, self.device, self.action_dim = args.gamma, device, action_dim
-        self.exploration_noise, self.policy_delay = args.exploration_noise, args.policy_delay
+        self.exploration_noise = args.exploration_noise
         self.target_noise, self.target_noise_clip = args.target_noise, args.target_noise_clip
 
     def noise(self, actions: Tensor, scale: float) -> Tensor:
@@ -180,7 +180,7 @@ class TD3:
         loss = -value.mean()
         return loss, {"losses/actor": loss.detach()}
 
-    def update(self, batch: Batch, with_actor: bool) -> Metrics:
+    def update(self, batch: Batch, with_actor: bool = True) -> Metrics:
         """Take a gradient step with the critics, and one with the actor if `with_actor` (algorithm 1)."""
         batch = batch.map_obs(self.obs_normalizer)
         critic_loss, metrics = self.critic_loss(batch)

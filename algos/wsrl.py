@@ -11,7 +11,7 @@ arXiv 2101.05982). Online learning is SAC with four critic updates a step.
 The paper's comparisons are flags:
 - data retained: --retain mix                - no warm-up: --warmup-steps 0
 - random warm-up: --warmup random            - pessimism kept: --online-cql
-- RLPD as that paper runs it: --offline-steps 0 --retain mix (algos/rlpd.py is RLPD itself)
+- RLPD as that paper runs it: --offline-steps 0 --retain mix, on antmaze also --target-critics 1 (RLPD: algos/rlpd.py)
 
 Three differences from the authors' code matter most (docs/wsrl.md lists all). Critic updates leave π
 and α unchanged. Critics are updated first offline too. α's loss is that of sac.py.
@@ -77,7 +77,7 @@ class Args(OfflineArgs):
     shared_head: bool = False
     """Give all critics one output layer, as the authors' code does."""
     last_scale: float = math.sqrt(2.0)
-    """Gain of the orthogonal initialisation of the last hidden layer, actor and critics (authors' code: 0.01)."""
+    """Gain of the orthogonal initialisation of the last hidden layers (authors: 0.01, save on kitchen)."""
     std: Literal["exp", "uniform"] = BY_DOMAIN
     """The policy's standard deviation. exp: a function of the state. uniform: the same in every state."""
 
@@ -116,10 +116,10 @@ class Args(OfflineArgs):
     """Number added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
     """Raw reward of a step without success.
-    Cal-QL's returns-to-go assume that an episode of such steps fails forever."""
+    Cal-QL's returns-to-go assume that an episode of such steps, or one that is cut while it fails, fails forever."""
 
 
-LOCOMOTION = {  # the authors' configurations
+LOCOMOTION = {  # the authors' configurations; maze2d's is ours
     "offline_steps": 250_000, "hidden": (256, 256), "critic_hidden": (256, 256), "std": "exp", "calibrated": False,
     "cql_weight": 5.0, "lagrange_gap": 0.0, "importance_sampling": True, "online_max_target_backup": False,
     "reward_scale": 1.0, "reward_shift": 0.0, "failure_reward": None,
