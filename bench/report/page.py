@@ -43,6 +43,7 @@ STUDIES: tuple[tuple[str, str, Callable[[], Curves]], ...] = (
     ("After SAC", "after-sac", lambda: online("ablations") | online()),
     ("Weighted sampling", "weighting", partial(by_updates, "weighting")),
     ("OGBench", "ogbench", partial(scores, "ogbench")),  # their steps end at 0, as its plan does
+    ("OGBench, online", "ogbench-online", partial(scores, "ogbench-online")),
     ("DSRL and PA-RL", "steering", partial(scores, "steering")),
 )
 

@@ -276,7 +276,10 @@ TABLES: dict[str, dict[str, Callable[[], Table]]] = {
     },
     "docs/offline.md": {"offline": offline_table, "d3rlpy": d3rlpy_table, "online": online_table},
     "docs/offline-to-online.md": {"weighting": partial(updates_table, "weighting")},
-    "docs/ogbench.md": {"ogbench": partial(updates_table, "ogbench")},
+    "docs/ogbench.md": {
+        "ogbench": partial(updates_table, "ogbench"),
+        "ogbench online": partial(switch_table, "ogbench-online"),
+    },
     "docs/ppo.md": {
         "ppo settings": partial(settings_table, "ppo", "ppo-tianshou", "Tianshou's form", (100_000, 300_000, 1_000_000))
     },
