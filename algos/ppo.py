@@ -88,8 +88,8 @@ class Args(OnlineArgs):
     gae_lambda: UnitInterval = 0.95
     """λ of the advantage estimate."""
     loss: Literal["clip", "mdpo"] = "clip"
-    """Loss of the policy: with a clipped ratio, or with the KL divergence from the old policy (MDPO), for which
-    --clip only limits the value function, and t falls over --total-steps."""
+    """Loss of the policy: with a clipped ratio, or with the KL divergence from the old policy (MDPO).
+    MDPO's t falls over --total-steps, and only its --value-clip uses --clip."""
     clip: float = 0.2
     """ε: the ratio of new to old probability is clipped to 1 ± ε."""
     value_clip: bool = False

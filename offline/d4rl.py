@@ -114,7 +114,7 @@ def _locate(source: str) -> tuple[Path, Entry | None]:
     path = folder() / Path(IDS[source].file).name
     if not path.exists():
         download(url(source), path, check=_check_layout, size=IDS[source].size)
-    if not note_of(path).exists():  # which a broken file must not begin
+    if not note_of(path).exists():  # later files are compared with it, so it must be whole
         _check_layout(path)
     require_same(path)
     return path, IDS[source]

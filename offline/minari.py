@@ -80,7 +80,7 @@ def _unfinished(dataset_id: str) -> Path:
 
 
 def _is_here(dataset_id: str) -> bool:
-    is_there = (get_dataset_path(dataset_id) / "data" / "metadata.json").exists()  # it may be the first to arrive
+    is_there = (get_dataset_path(dataset_id) / "data" / "metadata.json").exists()  # which may arrive before the data
     return is_there and not _unfinished(dataset_id).exists()
 
 
@@ -125,12 +125,15 @@ def _download(source: str, dataset_id: str) -> None:
         with locked(mark):  # another process may be downloading it: wait for that
             if not _is_here(dataset_id):
                 mark.touch()
-                download_dataset(source, force_download=True)  # forced: a killed download may have left a folder
+                try:
+                    download_dataset(source, force_download=True)  # forced: a killed download may have left a folder
+                except Exception:
+                    if not data.exists():
+                        mark.unlink()
+                    raise
                 mark.unlink()
     except Exception as error:  # each remote raises errors of its own library, and all are reported here
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if not data.exists():
-            mark.unlink(missing_ok=True)
         is_known = source.rpartition("farama-minari/")[2] in known()
         by_hand = f": get that folder by other means and put it into {get_dataset_path()}"
         by_hand += f", then delete {mark}" if mark.exists() else ""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -84,6 +85,15 @@ def test_redq_and_droq_are_the_authors(task: str, entropy: int, steps: int, drop
         assert (args.layer_norm, args.dropout) == (layer_norm, dropped)
         assert {args.actor_lr, args.critic_lr, args.alpha_lr} == {3e-4}
         assert (args.hidden, args.batch_size, args.gamma, args.tau) == ((256, 256), 256, 0.99, 0.005)
+
+
+@pytest.mark.parametrize("task", sorted(tomllib.loads((ROOT / "algos" / "tuned.toml").read_text())["ppo"]))
+def test_the_first_sigma_of_rl_zoo_is_in_units_of_the_action(task: str) -> None:
+    """RL Zoo's log σ starts at 0 or -2, for actions as the environment has them. Ours are in [-1, 1]."""
+    preset = module("ppo").Args(preset=f"tuned/{task}")
+    high = gymnasium.make(task).action_space.high
+    assert (high == high[0]).all()
+    assert math.log(preset.initial_std * high[0]) in (pytest.approx(0.0, abs=1e-6), pytest.approx(-2.0, abs=1e-6))
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.75, 0.99])  # the preset's, another, and the default of the flag

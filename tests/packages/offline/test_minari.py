@@ -259,7 +259,7 @@ class TestRemote:
         (own_folder / "mine" / "made-v0" / "data").mkdir(parents=True)
         assert len(load("mine/made-v0")) == 3
 
-    def test_a_download_that_was_killed_behind_its_metadata_goes_on(
+    def test_a_download_that_was_killed_behind_its_metadata_resumes(
         self, shelf: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The metadata may arrive before the data, and another program may look then."""
