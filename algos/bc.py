@@ -46,7 +46,7 @@ class Args(OfflineArgs):
     """Type of the policy. gaussian: the mean of a Gaussian, without its noise. flow: flow matching with Euler steps.
     diffusion: DDPM."""
     hidden: tuple[int, ...] = (256, 256)
-    """Widths of the actor's hidden layers, except with --policy diffusion."""
+    """With --policy gaussian or flow: widths of the hidden layers."""
     flow_steps: int = 10
     """With --policy flow: Euler steps from noise to an action."""
     denoising_steps: int = 10

@@ -100,7 +100,7 @@ class Args(OfflineArgs):
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success.
+    """With --calibrated: raw reward of a step without success.
     Cal-QL's returns-to-go assume that an episode of such steps, or one that is cut while it fails, fails forever."""
 
 

@@ -109,15 +109,15 @@ class Args(OfflineArgs):
     critic_lr: float = 3e-4
     """Learning rate of the critics, and of V."""
     cql_weight: NonNegative = 0.005
-    """Weight of Cal-QL's conservative term. It is small, as cross-entropies are."""
+    """With --critic-loss cal-ql: weight of the conservative term. It is small, as cross-entropies are."""
     cql_actions: int = 10
-    """Number n of uniform actions in the conservative term. Each policy action is weighted n times."""
+    """With --critic-loss cal-ql: number n of uniform actions in that term. Each policy action is weighted n times."""
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward."""
     calibrated: bool = True
-    """Use Cal-QL's bound. Otherwise use CQL's term, without returns-to-go."""
+    """With --critic-loss cal-ql: use its bound. Otherwise use CQL's term, without returns-to-go."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success.
+    """With --critic-loss cal-ql: raw reward of a step without success.
     Returns-to-go assume that an episode of such steps fails forever."""
 
     def __post_init__(self) -> None:
@@ -146,8 +146,8 @@ class PARL:
         self.generator = generator(args.seed, "agent", device)
         is_flow, steps = args.policy == "flow", args.denoising_steps
         self.process = Flow(args.flow_steps) if is_flow else Diffusion.variance_preserving(steps, device)
-        base = Velocity(obs_dim, action_dim, args.flow_hidden, args.flow_steps, initializer)
-        self.base = (base if is_flow else Denoiser(obs_dim, action_dim, 256, 3, initializer)).to(device)
+        flow = Velocity(obs_dim, action_dim, args.flow_hidden, args.flow_steps, initializer) if is_flow else None
+        self.base = (flow or Denoiser(obs_dim, action_dim, 256, 3, initializer)).to(device)  # EXPO's sizes
         critic = mlp([obs_dim + action_dim, *args.hidden, args.bins], initializer, args.critics, layer_norm=True)
         self.critic = HistogramCritic(orthogonal(critic, initializer, last_gain=0.01)).to(device)
         self.target_critic = copy.deepcopy(self.critic)

@@ -64,11 +64,11 @@ class Args(OnlineArgs):
     initial_std: float = 0.6
     """Initial standard deviation of the policy."""
     orthogonal: bool = True
-    """Initialise weights orthogonally. Without it, they are uniform within ±1 / √inputs, and gains have no effect."""
+    """Initialise weights orthogonally. Without it, they are uniform within ±1 / √inputs."""
     actor_gain: float = 0.01
-    """Gain of the orthogonal initialisation of the policy's last layer."""
+    """With --orthogonal: gain of the policy's last layer."""
     critic_gain: float = 1.0
-    """Gain of the orthogonal initialisation of the value function's last layer."""
+    """With --orthogonal: gain of the value function's last layer."""
 
     # Learning
     rollout_steps: int = 2_048

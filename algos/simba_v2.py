@@ -53,7 +53,7 @@ class Args(OnlineArgs, OffPolicyArgs):
     hidden: tuple[int, ...] = (128,)
     """Widths of the actor's residual blocks, all the same. Inside, a block is four times as wide."""
     size: Literal["paper", "small"] = "paper"
-    """The critics: two blocks 512 wide, or 128 for a CPU."""
+    """Without --critic-hidden: size of the critics, two blocks 512 wide, or 128 for a CPU."""
     critic_hidden: tuple[int, ...] | None = None
     """Widths of the critics' residual blocks, all the same. Without it, they are those of --size."""
     critics: int = 2

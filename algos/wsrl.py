@@ -101,7 +101,7 @@ class Args(OfflineArgs):
     calibrated: bool = BY_DOMAIN
     """Pre-train with Cal-QL. Otherwise pre-train with CQL."""
     cql_weight: NonNegative = BY_DOMAIN
-    """Weight of the conservative term."""
+    """Without --lagrange-gap: weight of the conservative term."""
     lagrange_gap: NonNegative = BY_DOMAIN
     """Target of the conservative term, held by a Lagrange multiplier instead of --cql-weight. 0: no multiplier."""
     cql_actions: int = 10
@@ -115,7 +115,7 @@ class Args(OfflineArgs):
     reward_shift: AnyNumber = BY_DOMAIN
     """Number added to each reward after scaling."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """Raw reward of a step without success.
+    """With --calibrated: raw reward of a step without success.
     Cal-QL's returns-to-go assume that an episode of such steps, or one that is cut while it fails, fails forever."""
 
 

@@ -16,7 +16,8 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from common import start
-from common.arguments import Unset, converted
+from common.arguments import RunArgs, Unset, converted
+from common.conditions import without_effect
 from common.errors import Finished, InputError, RunError, report_unraisable
 from common.memory import report_out_of_memory
 from common.messages import exit_if_unread, log, log_error
@@ -133,12 +134,13 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
         with contextlib.redirect_stderr(printed):
             filled = _with_placeholders(arguments, unset)
             parsed = tyro.cli(filled, args=words, description=description, registry=_registry)
-        if not unset:
-            return parsed
         flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-        given = {flag.removeprefix("no_") for flag in flags}
-        names = [field.name for field in dataclasses.fields(arguments)]  # type: ignore[arg-type]
-        return arguments(**{name: getattr(parsed, name) for name in names if name in given})
+        named = {flag.removeprefix("no_") for flag in flags}
+        given = [field.name for field in dataclasses.fields(arguments) if field.name in named]  # type: ignore[arg-type]
+        args = arguments(**{name: getattr(parsed, name) for name in given}) if unset else parsed
+        for sentence in without_effect(args, given) if isinstance(args, RunArgs) else ():
+            log.warning(sentence)
+        return args
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -68,7 +68,7 @@ class OfflineArgs(OffPolicyArgs):
     """Which of the dataset's episodes are sampled more often. none: no episode. return: those of high return.
     advantage: those whose return is high for their first observation."""
     weighting_temperature: float = 0.1
-    """With --weighting: how evenly. Rows of the best episode are exp(1/temperature) times as likely as the worst's."""
+    """With --weighting return or advantage: the best rows are exp(1/temperature) times as likely as the worst."""
     warmup_steps: NonNegativeInt = 5_000
     """With --retain none: environment steps with the frozen policy before the first online update."""
     utd: int = 1

@@ -16,11 +16,23 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from conftest import ALGORITHMS, OFFLINE, PENDULUM, ROOT, command, every_algorithm, flags, module, with_flag
+from conftest import (
+    ALGORITHMS,
+    OFFLINE,
+    PENDULUM,
+    ROOT,
+    assert_same_run,
+    command,
+    every_algorithm,
+    flags,
+    module,
+    with_flag,
+)
 
 from common import arguments
 from common.arguments import POSITIVE, Interval, OnlineArgs, RunArgs, Unset, checked
 from common.command_line import parse
+from common.conditions import conditions
 from common.errors import InputError
 from offline.offline_to_online import OfflineArgs, with_presets
 
@@ -64,6 +76,77 @@ def test_every_flag_is_documented_by_its_docstring(algo: str):
             if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation):
                 assert isinstance(text, ast.Expr), ast.unparse(field)
                 assert isinstance(text.value, ast.Constant)
+
+
+IN_VAIN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # flags without effect next to others
+    ("sac", {}, {"bins": 31}),
+    ("td3", {}, {"bins": 31}),
+    ("ppo", {"orthogonal": False}, {"actor_gain": 0.5, "critic_gain": 0.5}),
+    ("simba_v2", {"critic_hidden": (16,)}, {"size": "paper"}),
+    ("iql", {"retain": "append"}, {"offline_ratio": 0.3, "weighting_temperature": 0.3, "warmup_steps": 1}),
+    ("cql", {"calibrated": False}, {"failure_reward": 0.0}),
+    ("wsrl", {"calibrated": False, "lagrange_gap": 5.0}, {"failure_reward": 0.0, "cql_weight": 0.3}),
+    ("bc", {}, {"flow_steps": 2, "denoising_steps": 2, "width": 8, "blocks": 2}),
+    ("bc", {"policy": "diffusion", "width": 8}, {"hidden": (8,)}),
+    ("fql", {}, {"samples": 3}),
+    ("dsrl", {}, {"denoising_steps": 2}),
+    ("dsrl", {"policy": "diffusion"}, {"flow_hidden": (8,), "flow_steps": 2}),
+    ("pa_rl", {"critic_loss": "iql"},
+     {"denoising_steps": 2, "cql_weight": 0.3, "cql_actions": 2, "calibrated": False, "failure_reward": 0.0}),
+    ("pa_rl", {"policy": "diffusion"}, {"expectile": 0.6, "flow_hidden": (8,), "flow_steps": 2}),
+]  # fmt: skip
+
+
+@every_algorithm
+def test_every_condition_in_a_docstring_is_tested(algo: str):
+    args, path = module(algo).Args, ROOT / "algos" / f"{algo}.py"
+    texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    begun = sum(text.startswith(("With --", "Without --")) for text in texts if isinstance(text, str))
+    own = conditions(args).keys() - conditions(OfflineArgs).keys()
+    assert begun <= len(conditions(args))  # none is misspelt
+    assert own <= {flag for of, _, given in IN_VAIN for flag in given if of == algo}
+    assert conditions(OfflineArgs).keys() <= {flag for of, _, given in IN_VAIN for flag in given if of == "iql"}
+    assert all(args.allows(other, value) for _, other, values in conditions(args).values() for value in values)
+
+
+@pytest.mark.parametrize(("algo", "others", "given"), IN_VAIN)
+def test_a_flag_without_effect_is_warned_of(
+    algo: str,
+    others: dict[str, Any],
+    given: dict[str, Any],
+    small: Callable[..., RunArgs],
+    capsys: pytest.CaptureFixture[str],
+):
+    """The sentence is true: a run with the flag equals one without."""
+    parse(module(algo).Args, flags(algo, **others | given))
+    printed = "".join(capsys.readouterr())
+    for flag in given:
+        assert f"--{flag.replace('_', '-')} has no effect with" in printed
+    for name, changed in {"without": {}, "with": given}.items():
+        module(algo).train(small(algo, total_steps=60, run_dir=Path(name), **others | changed))
+    assert_same_run(Path("with"), Path("without"))
+
+
+@pytest.mark.parametrize(
+    ("algo", "given", "sentence"),
+    [
+        ("sac", ["--bins", "31"], "--bins has no effect without --critic hl-gauss or c51"),
+        ("sac", ["--bins", "31", "--critic", "c51"], None),
+        ("ppo", ["--no-orthogonal", "--actor-gain", "1"], "--actor-gain has no effect without --orthogonal"),
+        ("ppo", ["--actor-gain", "1"], None),
+        ("simba_v2", ["--size=small", "--critic-hidden", "8", "8"], "--size has no effect with --critic-hidden"),
+        ("simba_v2", ["--size=small"], None),
+        ("rlpd", ["--dataset", "x", "--offline-ratio", "0.3"], None),  # it mixes by default
+        ("wsrl", ["--dataset", "x", "--retain", "mix", "--warmup-steps", "3"], None),  # its own docstring differs
+        ("wsrl", ["--dataset", "x", "--cql-weight", "3"], None),  # the domain decides on the gap later
+    ],
+)
+def test_what_a_warning_of_no_effect_says(
+    algo: str, given: list[str], sentence: str | None, capsys: pytest.CaptureFixture[str]
+):
+    parse(module(algo).Args, given)
+    printed = "".join(capsys.readouterr())
+    assert sentence in printed if sentence else "no effect" not in printed
 
 
 @every_algorithm
