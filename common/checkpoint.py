@@ -156,7 +156,8 @@ def restore(
                     with torch.no_grad():
                         value[...] = state[name]
                 else:
-                    setattr(agent, name, state[name])
+                    number = state[name]
+                    setattr(agent, name, type(value)(number) if isinstance(value, np.generic) else number)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         message = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise InputError(f"the checkpoint does not fit {name}: {message}; {otherwise}") from None

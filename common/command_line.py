@@ -150,7 +150,7 @@ def parse(arguments: type[T], words: Sequence[str] | None = None) -> T:
     if lines and not lines[0]:
         del lines[0]
     wrong = " ".join(lines[: lines.index("")] if "" in lines else lines)
-    meant = re.search(r"Perhaps you meant:.*?(--[a-z-]+)", " ".join(lines))
+    meant = re.search(r"Perhaps you meant:.*?(--[a-z0-9-]+)", " ".join(lines))
     example = re.search(r"^ *(python .*?) *(?: # .*)?$", description, re.MULTILINE)
     if missing := re.match(r"Missing from \S+: (.*)", wrong):
         needed = re.findall(r"((?:--\S+ )?\S+) (.*?)\.? \(required\)", missing[1])

@@ -18,6 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
+from common import process
 from common.checkpoint import RESTORE_OR_RESTART
 from common.errors import InputError, RunError, diverged
 from common.evaluate import Episode
@@ -196,9 +197,19 @@ def _events_name(folder: Path, state: dict[str, Any] | None) -> str:
 
 
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
-    """Start a Weights & Biases run, or resume the one of this name, host and folder, and return it."""
+    """Start a Weights & Biases run, or resume the one of this name, host and folder, and return it.
+
+    It also ends when the run fails, so that the next one of the same process does not log to it. Raises InputError if
+    Weights & Biases refuses it.
+    """
     import wandb
 
     identity = f"{name}-{socket.gethostname()}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
     project, group = os.environ.get("WANDB_PROJECT", "onramp"), name.rpartition("__")[0] or None  # the seeds of a task
-    return wandb.init(project=project, group=group, name=name, id=identity, dir=folder, config=config, resume="allow")
+    names = {"project": project, "group": group, "name": name, "id": identity}
+    try:
+        started = wandb.init(**names, dir=folder, config=config, resume="allow")
+    except wandb.Error as error:
+        raise InputError(f"--track: {error}: run `wandb login`, or leave --track out") from None
+    process.at_end(started.finish)
+    return started

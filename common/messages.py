@@ -1,6 +1,7 @@
 """Print results to stdout, and messages to stderr by Python's `logging`, under the name `onramp`."""
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -18,14 +19,16 @@ LONGEST_LINE = 1_500  # characters; a value that a user gave may be longer
 class _Console(logging.Handler):
     """Write above the progress bar, to `sys.stderr` as it is at that moment.
 
-    A run continues without messages if the reader of a pipe has left (`2>&1 | head`).
+    A run continues without messages if the reader of a pipe has left (`2>&1 | head`), or if its terminal was closed.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         mark = "warning: " if record.levelno == logging.WARNING else ""
         try:
             tqdm.write("\n".join(map(_cut, (mark + self.format(record)).split("\n"))), file=sys.stderr)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             self.setLevel(logging.CRITICAL + 1)
 
     def format(self, record: logging.LogRecord) -> str:

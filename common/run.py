@@ -190,14 +190,17 @@ class Run:
             self._policies.require_whole()
             schema = {"rollout": self._rollout.schema} | {name: part.schema for name, part in self._parts.items()}
             require(saved, schema, state_path(self.folder), f"is damaged: {checkpoint.RESTORE_OR_RESTART}")
-        if self._grown and saved is None:
+        if self._grown and saved is None and is_finished(self.folder):
             raise InputError(f"{self.folder} is finished, but its checkpoint is gone: {checkpoint.RESTORE_OR_RESTART}")
         self.launch.is_resumed = saved is not None
         note = self.launch.prepare()
         self.config["versions"] |= self.launch.versions
-        if self._grown or note or not (self.folder / CONFIG).exists():
+        facts = self._grown
+        if saved is None:  # it starts, or starts over, with what is here now
+            facts = self.config | {"commit": commit(), "hardware": hardware(self.device)}
+        if facts:
             (self.folder / DONE).unlink(missing_ok=True)
-            self._write_config(self._grown or self.config | {"commit": commit(), "hardware": hardware(self.device)})
+            self._write_config(facts)
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
         self._policies.require_best()
@@ -220,7 +223,8 @@ class Run:
         before = now | self._made_by()  # an older run may lack a part
         pairs = [(now[part], before[part]) for part in ("versions", "code", "hardware")]
         changed = [name for now, then in pairs for name in now | then if now.get(name) != then.get(name)]
-        if changed := [name for name in changed if name != "cores"]:  # whose number no result depends on
+        unused = ("cores",) if self.launch.form == "recorded" else ("cores", "compiler")  # no result depends on them
+        if changed := [name for name in changed if name not in unused]:
             log.warning(f"{', '.join(changed)} changed since the run began: its results may differ")
         return saved
 
@@ -376,7 +380,8 @@ class Run:
                 raise InputError(f"{self.folder} is not empty and not a run folder: give another --run-dir")
             return
         made_by = self._made_by()
-        self.launch.form = made_by.get("form", self.launch.form)
+        if run_folder.has_checkpoint(self.folder):
+            self.launch.form = made_by.get("form", self.launch.form)
         config = self.config | {"device": self.device.type}
         grown = run_folder.grown_arguments(self.folder, made_by, self.args, config)
         done = is_finished(self.folder) and not grown

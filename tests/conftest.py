@@ -46,7 +46,7 @@ COMMON = {
     "hidden": (16, 16),
     "total_steps": 200,
     "eval_every": 100,
-    "eval_episodes": 2,
+    "eval_episodes": 1,
     "checkpoint_every": 50,
     "device": "cpu",
 }

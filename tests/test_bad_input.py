@@ -352,7 +352,8 @@ def test_a_run_that_may_not_be_read_is_whole(run, small, file: str):
 @pytest.mark.parametrize("part", ["rewards", "obs"])
 def test_non_finite_environment(run, tmp_path: Path, algo: str, part: str):
     Broken.steps = 0
-    arguments = {"env": f"Broken-{part}-v0", "run_dir": tmp_path / "run", "eval_every": 10_000, "checkpoint_every": 50}
+    arguments = {"env": f"Broken-{part}-v0", "run_dir": tmp_path / "run", "eval_every": 10_000, "checkpoint_every": 50,
+                 "eval_episodes": 2}  # fmt: skip
     assert_refused(run(*flags(algo, **arguments), algo=algo), 1, "non-finite", part, "transition")
     assert final_state(tmp_path / "run")["logger"]["step"] in (50, 100)  # the checkpoint before it is whole
 
@@ -362,7 +363,9 @@ def test_the_traceback_of_an_environment_is_in_the_run(run, tmp_path: Path, vect
     """Of its own lines, also if it ran in another process. A later failure adds to the file."""
     folder = tmp_path / "run"
     Broken.steps = 0
-    line = flags("sac", env="Broken-steps-v0", run_dir=folder, vectorizer=vectorizer, checkpoint_every=50)
+    line = flags(
+        "sac", env="Broken-steps-v0", run_dir=folder, vectorizer=vectorizer, checkpoint_every=50, eval_episodes=2
+    )
     for times in (1, 2):
         failed = run(*line)
         assert_refused(failed, 1, "no wind", "Correct it", f"(traceback: {folder / 'errors.log'})")

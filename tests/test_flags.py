@@ -447,6 +447,7 @@ def test_every_number_is_held_in_the_bounds_of_its_annotation(algo: str):
     [
         (["--bogus", "3"], "Unrecognized options: --bogus, 3\nsee --help"),
         (["--actor-l", "3"], "Unrecognized options: --actor-l, 3 (perhaps --actor-lr?)\nsee --help"),
+        (["--tf3"], "Unrecognized options: --tf3 (perhaps --tf32?)\nsee --help"),
         (["--track", "True"], "Unrecognized options: True (a switch takes no value: --flag or --no-flag)\nsee --help"),
         (
             ["--hidden", "[16, 16]"],

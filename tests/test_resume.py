@@ -211,17 +211,18 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
 @pytest.mark.parametrize("algo", some("sac", "ppo", "iql"))
 def test_a_finished_run_returns_its_result(algo: str, small, capsys: pytest.CaptureFixture[str]):
     """The last evaluation, that of the run which made it; and it says why nothing was trained."""
-    first = module(algo).train(small(algo))
+    args = small(algo, eval_episodes=2)
+    first = module(algo).train(args)
     assert "nothing to do" not in capsys.readouterr().err
-    before = (small(algo).run_dir / "evaluations.csv").read_bytes()
-    again = module(algo).train(small(algo))
+    before = (args.run_dir / "evaluations.csv").read_bytes()
+    again = module(algo).train(args)
     assert "is finished (200 steps): nothing to do" in capsys.readouterr().err
     assert first == again
     rows = list(csv.DictReader(before.decode().splitlines()))
     last = [(float(row["return"]), int(row["length"])) for row in rows if row["step"] == rows[-1]["step"]]
     assert [(episode.return_, episode.length) for episode in again.episodes] == last
-    assert (again.folder, again.step, len(last)) == (small(algo).run_dir, int(rows[-1]["step"]), 2)
-    assert (small(algo).run_dir / "evaluations.csv").read_bytes() == before
+    assert (again.folder, again.step, len(last)) == (args.run_dir, int(rows[-1]["step"]), 2)
+    assert (args.run_dir / "evaluations.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize("algo", some("sac", "ppo", "cql", "wsrl", "expo", "stream_ac"))

@@ -101,7 +101,7 @@ def test_policy_reaches_the_optimum_of_a_known_bandit():
     obs, actions = np.ones((2_000, 3)), rng.uniform(-1, 1, (2_000, 2))
     buffer.add(obs, actions, -((actions - 0.4) ** 2).sum(1), obs, np.ones(2_000))
     found = []
-    for seed in range(1, 5):
+    for seed in (1, 2):
         agent = TD3(Args(**(SMALL | {"hidden": (64, 64), "seed": seed})), 3, 2, torch.device("cpu"))
         for update in range(1, 3_001):
             agent.update(buffer.sample(64, agent.generator), with_actor=update % 2 == 0)

@@ -140,14 +140,14 @@ def main(args: Args) -> list[dict[str, Any]]:
         for i, (seed, episode) in enumerate(zip(seeds_used, episodes, strict=True)):
             success = "" if episode.success is None else int(episode.success)
             rows.append((plan.name, i, seed, episode.return_, episode.length, success, scores[i] if scores else ""))
-    if args.csv:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
-        with replacing(args.csv) as file:
-            file.write(text.getvalue().encode())
-    if args.json:
-        with replacing(args.json) as file:
-            file.write((json.dumps(found, indent=2) + "\n").encode())
+        if args.csv:  # after each policy, so that an error in the next one loses nothing
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+            with replacing(args.csv) as file:
+                file.write(text.getvalue().encode())
+        if args.json:
+            with replacing(args.json) as file:
+                file.write((json.dumps(found, indent=2) + "\n").encode())
     print_result(table(found))  # after the files: it ends the program if the reader of a pipe has gone
     return found
 

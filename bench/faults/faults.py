@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.faults import environments, folders, inputs
-from bench.faults.runs import ALGORITHMS, ROOT, Fault, Verdict, is_offline
+from bench.faults.runs import ALGORITHMS, ROOT, Fault, Verdict
 from bench.report.tables import Table
 from common.arguments import at_least
 from common.command_line import command_line
@@ -36,13 +36,12 @@ PASSED = ("continued", "refused", "accepted")
 OUTCOMES = (*PASSED, "WRONG", "TRACEBACK", "MESSAGE", "HANG", "LOST")
 PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "results" / "reliability.json"
 START, END = "<!-- faults, by make faults -->\n", "<!-- end -->"
-OFFLINE = tuple(algo for algo in ALGORITHMS if is_offline(algo))
 Draw = Callable[[str, int, int], Fault | None]
 
 
 def listed(faults: Callable[[str, int], list[Fault]]) -> Draw:
     """Return a function that gives the fault of a number, or None after the last one."""
-    return lambda algo, seed, index: dict(enumerate(faults(algo, seed))).get(index)
+    return lambda algo, seed, index: next(iter(faults(algo, seed)[index : index + 1]), None)
 
 
 # The algorithms of each class, and the function that makes a fault of an algorithm, a seed and a number.

@@ -15,7 +15,7 @@ from bench.report.figures import STYLES, Line, colours_of, scores_figure
 from bench.report.page import Image, ends, template
 from bench.report.tables import Table, spread
 from common import run_folder
-from common.arguments import MAY_DIFFER, OffPolicyArgs
+from common.arguments import MAY_DIFFER, RunArgs
 from common.errors import InputError
 from common.run_folder import (
     CONFIG,
@@ -47,7 +47,8 @@ class OwnRun:
     def flags(self) -> dict[str, Any]:
         """Its arguments, without the seed and what does not change what a run computes."""
         arguments = self.config["arguments"]
-        extendable = OffPolicyArgs.extendable if "overlap" in arguments else ()  # PPO's schedule depends on its length
+        kind = arguments_of(self.algo)
+        extendable = kind.extendable if kind else ()  # the schedules of others depend on their length
         return {name: value for name, value in arguments.items() if name not in (*LEFT_OUT, *extendable)}
 
     @property
@@ -102,13 +103,20 @@ def runs_page(runs: list[OwnRun], title: str) -> str:
     return template("runs.html").render(folder=title, curves=list(own_curves(runs)), runs=own_table(runs))
 
 
+def arguments_of(algo: str) -> type[RunArgs] | None:
+    """Return the class of an algorithm's arguments, or None if the algorithm is not here."""
+    try:
+        found: type[RunArgs] = importlib.import_module(f"algos.{algo}").Args
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
 def defaults_of(algo: str) -> dict[str, Any]:
     """Return the defaults of an algorithm's flags as config.json holds them, or none if it is not here."""
-    try:
-        fields = dataclasses.fields(importlib.import_module(f"algos.{algo}").Args)
-    except (ImportError, AttributeError):
-        return {}
-    found: dict[str, Any] = json.loads(json.dumps({field.name: field.default for field in fields}, default=str))
+    kind = arguments_of(algo)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)} if kind else {}
+    found: dict[str, Any] = json.loads(json.dumps(defaults, default=str))
     return found
 
 

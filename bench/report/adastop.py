@@ -1,7 +1,7 @@
 """AdaStop: find how many seeds separate algorithms, by permutation tests at several interims with one error rate.
 
 Source: Mathieu et al. 2023, "AdaStop: adaptive statistical testing for sound comparisons of Deep RL agents". Two things
-differ, and docs/compare.md measures their effect:
+differ, and docs/notes/compare.md measures their effect:
 - Several comparisons are combined by Holm's step-down (1979) over separate tests, not by the greatest difference of
   all. This is proved for any scores, and an algorithm with a wide spread cannot hide another's difference.
 - If too many divisions have equal differences, an interim cannot spend its whole level. The rest is lost and not

@@ -79,6 +79,7 @@ def online_aggregates() -> Table:
                 table.rows.append([display_name(algo), f"{step:,}", "not run", "", "", ""])
                 continue
             cells = [estimate(interquartile_mean, list(runs.values())).text(2) for runs in (ours, theirs)]
+            cells[1] = "" if algo in only_means() else cells[1]
             seeds = f"{len(ours)}: {' + '.join(str(len(values)) for values in ours.values())}"
             better = "only means were published" if algo in only_means() else compared(ours, theirs)[1]
             table.rows.append([display_name(algo), f"{step:,}", *cells, better, seeds])

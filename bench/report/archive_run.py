@@ -24,9 +24,11 @@ from common.errors import InputError
 from common.files import replacing
 from common.run_folder import (
     CONFIG,
+    DONE,
     EVALUATIONS,
     METRICS,
     RESTORE_FINISHED,
+    is_finished,
     is_unfinished,
     read_config,
     read_evaluations,
@@ -54,8 +56,6 @@ def keep(run: Path, kept: Path) -> None:
     same, evaluations.csv is deleted after it is compressed. Raise InputError if the run has not reached its last step,
     if config.json is not a run's, if evaluations.csv has an incomplete row, or if a file has changed since the end.
     """
-    if is_unfinished(run):  # tables compare all runs at the last step of the shortest
-        raise InputError(f"{run} has not ended: resume it first")
     require_unchanged(run)
     evaluations = (run / EVALUATIONS).read_bytes()
     if not evaluations.endswith(b"\n") or len({row.count(b",") for row in evaluations.splitlines()}) > 1:
@@ -65,6 +65,9 @@ def keep(run: Path, kept: Path) -> None:
     config["arguments"] = without_folders(config["arguments"])
     if (run / METRICS).exists():
         config["time"] = time_taken(run / METRICS, -config["arguments"].get("offline_steps", 0))
+    in_place = run.resolve() == kept.resolve()  # as of a run that was kept before, without DONE
+    if is_unfinished(run) or not (in_place or is_finished(run)):
+        raise InputError(f"{run} has not ended: resume it first")  # it would shorten every comparison
     kept.mkdir(parents=True, exist_ok=True)
     for name, data in (
         (CONFIG, (json.dumps(config, indent=2) + "\n").encode()),
@@ -72,8 +75,9 @@ def keep(run: Path, kept: Path) -> None:
     ):
         with replacing(kept / name) as file:
             file.write(data)
-    if run.resolve() == kept.resolve():
+    if in_place:
         (run / EVALUATIONS).unlink()
+        (run / DONE).unlink(missing_ok=True)  # it has checksums of the files as they were
 
 
 def time_taken(metrics: Path, first_step: int) -> dict[str, float]:

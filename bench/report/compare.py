@@ -258,10 +258,13 @@ def _decision(pair: Pair, comparison: Comparison) -> str:
     else:
         decision = "undecided"
     means = []
-    for name in pair:
-        values = [score for (n, _, _), score in comparison.scores.items() if n == name]
-        means.append(f"{np.mean(values):,.1f} ({len(values)} runs)" if values else "not run")
-    return f"{decision}; mean {' and '.join(means)}"
+    for task in comparison.tasks:  # a mean over tasks would depend on how many runs each has
+        texts = []
+        for name in pair:
+            values = [score for (n, t, _), score in comparison.scores.items() if (n, t) == (name, task)]
+            texts.append(f"{np.mean(values):,.1f} ({len(values)} runs)" if values else "not run")
+        means.append(f"mean{f' on {task}' if len(comparison.tasks) > 1 else ''} {' and '.join(texts)}")
+    return "; ".join([decision, *means])
 
 
 def of_suite(args: Args, name: str) -> tuple[Args, Callable[[list[Run]], None]]:

@@ -292,8 +292,8 @@ def report(slices: Sequence[Slice], updates: Sequence[float]) -> str:
         lines.append(f"ours / {name}: {spread(rate['ours'] / rate[name], 2)} times as many steps/s")
     if "floor" in rate:
         floor_ms = 1000 / rate["floor"]
-        lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one update")
-        lines.append(f"ours / floor: {spread(rate['floor'] / rate['ours'], 2)}, whole step with one update")
+        lines.append(f"floor: {spread(floor_ms, 2)} ms for the matrix products of one step's updates")
+        lines.append(f"ours / floor: {spread(rate['floor'] / rate['ours'], 2)}, whole step with its updates")
         if updates:
             alone = statistics.median(updates)
             times = f"{alone:.2f} ms, {alone / floor_ms.median():.2f} floors"

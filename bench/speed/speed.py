@@ -7,7 +7,7 @@
     python bench/speed/speed.py --algo after-sac   # our SAC against our algorithms that came after it
     python bench/speed/speed.py --algo stream_ac --script "python ../their/script.py --env ENV"
     python bench/speed/speed.py --variants eager bfloat16   # three forms of our program
-    python bench/speed/speed.py --device cuda      # our program with and without CUDA graphs, and the peers on the GPU
+    python bench/speed/speed.py --device cuda      # our program with and without CUDA graphs, and SB3 on the GPU
 
 Online programs share environment, networks, batch, number of critics, updates per step and random first steps. Steps
 are counted inside the environment (`bench/speed/step_counter.py`). Offline programs share dataset, networks, batch,

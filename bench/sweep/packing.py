@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -38,7 +39,7 @@ class Args:
     slice_seconds: float = 6.0
     """Seconds that each side runs in a round."""
     out: Path | None = None
-    """File for the raw rounds. By default, results/speed/packing.csv or packing-cuda.csv."""
+    """File for the raw rounds. By default, a new one in results/speed, named after device and time."""
 
 
 def main(args: Args) -> None:
@@ -47,7 +48,8 @@ def main(args: Args) -> None:
     Raise ContenderError if a run fails, or if there is no GPU and one is needed.
     """
     on_card, alone = args.device == "cuda", ALONE[args.device]
-    out = args.out or ROOT / "results" / "speed" / ("packing-cuda.csv" if on_card else "packing.csv")
+    name = f"packing-{args.device}-{datetime.now():%Y-%m-%dT%H%M%S}.csv"
+    out = args.out or ROOT / "results" / "speed" / name
     facts = {
         "algorithm": f"{args.runs} runs of sac on {args.env}",
         "measured": f"{args.rounds} rounds of {args.slice_seconds:g} s each",

@@ -215,7 +215,7 @@ def execute(sweep: Sweep, args: Args) -> None:
             )
             stop_runs(sweep, ray)
             raise SystemExit(128 + (came or [signal.SIGINT])[0]) from None
-        except InputError:  # a node that joined has other versions, or no node that is left can run what waits
+        except (InputError, OSError):  # a node that joined has other versions, none can run what waits, a full disk
             if sweep.running:
                 log.info("stopping the runs, each with a checkpoint")
             stop_runs(sweep, ray)
@@ -276,7 +276,11 @@ def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
     at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     told = {n: ray.remote(facts).options(num_cpus=0, scheduling_strategy=at(n, soft=False)).remote() for n in joined}
     for node, reference in told.items():
-        there, here = ray.get(reference), facts()
+        try:
+            there, here = ray.get(reference), facts()
+        except ray.exceptions.RayError:  # it is gone again
+            del joined[node]
+            continue
         if other := [f"{key} {there[key]}, here {here[key]}" for key in here if there[key] != here[key]]:
             raise InputError(f"node {joined[node]} has {'; '.join(other)}: install the same there, or stop Ray there")
     return set(joined)
@@ -294,7 +298,9 @@ def fill(sweep: Sweep, ray: Any) -> None:
         needs = {"CPU": job.cpus, "GPU": job.gpus, "memory": job.memory * 2**30}
         if not any(all(node.get(key, 0) >= need for key, need in needs.items()) for node in alive):
             raise InputError(f"{job.label} needs {needs}, and no node has that much: {alive}")
-        used = {"CPU": sum(j.cpus for j in sweep.running.values()), "GPU": sum(j.gpus for j in sweep.running.values())}
+        running = sweep.running.values()
+        used = {"CPU": sum(j.cpus for j in running), "GPU": sum(j.gpus for j in running)}
+        used["memory"] = sum(j.memory for j in running) * 2**30
         if any(used[key] + needs[key] > sum(node.get(key, 0) for node in alive) for key in used):
             continue
         sweep.waiting.remove(job)

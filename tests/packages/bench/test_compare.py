@@ -267,6 +267,18 @@ def test_single_runs_are_found_by_their_arguments(tmp_path: Path, capsys: pytest
     assert compare.runs_in(tmp_path) == [("sac", "Hopper-v4"), ("td3", "Hopper-v4")]
 
 
+def test_means_are_those_of_each_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A mean over both tasks would put b first here, because b has more runs where returns are large."""
+    for name, counts, means in (("a", (10, 5), (11.0, 1_010.0)), ("b", (5, 10), (10.0, 1_000.0))):
+        for task, count, mean in zip("ST", counts, means, strict=True):
+            for seed in range(1, count + 1):
+                write_run(tmp_path / name / task / str(seed), {0: [0.0], 1_000: [mean + 0.01 * seed]})
+    compare.main(Args(tmp_path, names=("a", "b")))
+    said = capsys.readouterr().out
+    assert "a against b: better; mean on S 11.1 (10 runs) and 10.0 (5 runs)" in said
+    assert "; mean on T 1,010.0 (5 runs) and 1,000.1 (10 runs)\n" in said
+
+
 def test_single_runs_with_other_flags_have_another_name(tmp_path: Path):
     """Two runs with the same flags and seed are refused, because only one could count."""
     for gamma in (0.9, 0.99):

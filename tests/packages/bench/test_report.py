@@ -143,11 +143,30 @@ def test_an_interrupted_measurement_and_one_of_a_gpu_have_dashes(tmp_path: Path,
         rounds = [Slice(1, contender, rate, 1.0, 2.0, 0.0) for contender, rate in rates.items()]
         write_rounds(tmp_path / "speed" / f"{name}.csv", facts | {"device": device}, rounds)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.speed_of("sac") == ""  # of twenty rounds only
     assert report.speed_table().markdown().splitlines()[2:] == [
         "| sac on X | NVIDIA H200, AMD EPYC, recorded | 30 | 10 | - | 3.00 | - | - |",
         "| sac on X | AMD EPYC, recorded | 30 | 20 | 10 | 1.50 | 3.00 | - |",
     ]
+
+
+def test_readmes_speed_is_of_its_processor_and_of_all_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another measurement of the same algorithm does not replace it by its name."""
+    for name, processor, ours, rounds in (
+        ("sac-a", "AMD EPYC", 60, 20),
+        ("sac-b", "Intel Xeon", 70, 19),
+        ("sac-c", "Intel Xeon", 30, 20),
+        ("sac-d", "Intel Xeon", 80, 20),
+        ("td3-a", "AMD EPYC", 90, 20),
+    ):
+        facts = {"algorithm": "sac on X", "processor": processor, "device": "the processor", "form": "recorded"}
+        found = [Slice(i, who, rate, 1.0, 2.0, 0.0) for who, rate in (("ours", ours), ("sb3", 20), ("sbx", 10))
+                 for i in range(rounds)]  # fmt: skip
+        write_rounds(tmp_path / "speed" / f"{name}.csv", facts, found)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert report.speed_of("sac") == "1.50 × SB3 (1.50 to 1.50)"
+    assert report.speed_of("td3") == "4.50 × SB3 (4.50 to 4.50)"  # there is no other
+    assert report.speed_of("ppo") == ""
 
 
 def test_packed_runs_on_a_gpu_have_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -342,6 +361,7 @@ def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     }
     (tmp_path / "run" / "config.json").write_text(json.dumps({"algo": "iql", "arguments": arguments, "commit": "c"}))
     (tmp_path / "run" / "evaluations.csv").write_text("step,return\n0,1.5\n")
+    (tmp_path / "run" / "DONE").touch()
     keep(tmp_path / "run", tmp_path / "iql" / "a" / "1")
     (run,) = kept_runs(tmp_path)
     assert run == (
@@ -351,9 +371,11 @@ def test_what_is_kept_of_a_run_names_no_folder_of_this_machine(tmp_path: Path):
     )  # fmt: skip
 
 
-def test_a_run_that_has_not_ended_is_not_kept(tmp_path: Path):
-    """The report would compare all other runs at its last step."""
-    (tmp_path / "checkpoint").mkdir()
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_run_that_has_not_ended_is_not_kept(tmp_path: Path, has_checkpoint: bool):
+    """The report would compare all other runs at its last step. The first checkpoint may come after evaluations."""
+    if has_checkpoint:
+        (tmp_path / "checkpoint").mkdir()
     (tmp_path / "config.json").write_text('{"algo": "iql", "arguments": {}}')
     (tmp_path / "evaluations.csv").write_text("step,return\n0,1.5\n")
     with pytest.raises(InputError, match=r"has not ended: resume it first$"):
@@ -389,6 +411,7 @@ def test_what_was_not_kept_is_refused_and_can_be_kept_where_it_is(tmp_path: Path
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"algo": "iql", "arguments": {}}')
     (folder / "evaluations.csv").write_text("step,return\n0,1.5\n")
+    (folder / "DONE").touch()  # its checksums would no longer be right
     with pytest.raises(InputError, match="has no evaluations"):
         list(kept_runs(tmp_path))
     keep(folder, folder)

@@ -92,3 +92,17 @@ def test_runs_of_different_data_share_no_curve(
     found = own_lines(own_runs([tmp_path]))
     assert list(found) == tasks
     assert [line.name for of_task in found.values() for line in of_task] == lines
+
+
+@pytest.mark.parametrize(
+    ("algo", "is_extendable"),
+    [("sac", True), ("stream_ac", True), ("ppo", False), ("simba_v2", False), ("mine", False)],
+)
+def test_runs_of_two_lengths_are_one_if_one_can_become_the_other(algo: str, is_extendable: bool, tmp_path: Path):
+    """The schedules of PPO and SimbaV2 depend on the length. That of an absent algorithm is unknown."""
+    for seed, steps in ((1, 1000), (2, 2000)):
+        add(folder := tmp_path / str(seed), algo, "Hopper-v4", seed, {0: (1.0,), 1000: (2.0,)})
+        arguments = {"env": "Hopper-v4", "seed": seed, "total_steps": steps, "overlap": False}
+        (folder / "config.json").write_text(json.dumps({"algo": algo, "arguments": arguments}))
+    lines = own_lines(own_runs([tmp_path]))["Hopper-v4"]
+    assert len(lines) == (1 if is_extendable else 2)

@@ -1,5 +1,6 @@
 """bench/sweep/sweep.py: a suite's commands, what is refused, and what the driver starts, counts and takes up again."""
 
+import errno
 import itertools
 import os
 import re
@@ -344,6 +345,10 @@ class TestDriver:
         alive["b"] = True
         with pytest.raises(InputError, match=r"host-b has torch 1\.0, here .*; commit else, here .*"):
             refuse_other_versions(ray, {"a"})
+        ray.exceptions = SimpleNamespace(RayError=KeyError)
+        alive["c"] = True  # and it is gone before it answers
+        del theirs["b"], alive["b"]
+        assert refuse_other_versions(ray, set()) == {"a"}
 
     def test_what_fits_starts_and_does_not_wait_behind_what_does_not(self, ray: FakeRay, tmp_path: Path):
         needs = [{"cpus": 2}, {"cpus": 2}, {"cpus": 1, "gpus": 0.5}, {"cpus": 1}]
@@ -351,6 +356,12 @@ class TestDriver:
         fill(sweep, ray)
         assert [job.seed for job in sweep.running.values()] == [0, 2]
         assert [job.seed for job in sweep.waiting] == [1, 3]
+
+    def test_memory_that_runs_reserve_is_not_free(self, tmp_path: Path, ray: FakeRay):
+        ray.resources = ({"CPU": 4.0, "memory": 3.0 * 2**30},)
+        sweep = Sweep([self.job(tmp_path, i, cpus=1, memory=memory) for i, memory in enumerate((2.0, 2.0, 1.0))])
+        fill(sweep, ray)
+        assert [job.seed for job in sweep.running.values()] == [0, 2]
 
     @pytest.mark.parametrize("needs", [{"cpus": 3}, {"gpus": 1.5}, {"memory": 1.0}])
     def test_what_fits_nowhere_is_told(self, ray: FakeRay, tmp_path: Path, needs: dict[str, float]):
@@ -393,7 +404,10 @@ class TestDriver:
         assert sweep.table() == "1 done, 0 running, 0 waiting, 0 failed"
 
 
-def test_an_error_of_a_node_stops_the_runs_with_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize("error", [InputError("node c has torch 1.0"), OSError(errno.ENOSPC, "the disk is full")])
+def test_an_error_of_the_driver_stops_the_runs_with_checkpoints(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """Ray's end would kill them. The error is raised after they have ended."""
     did: list[str] = []
     ray = SimpleNamespace(
@@ -403,13 +417,13 @@ def test_an_error_of_a_node_stops_the_runs_with_checkpoints(monkeypatch: pytest.
 
     def drive(sweep: Sweep, _: object) -> None:
         sweep.running = {name: Job(("algos/sac.py",), tmp_path / name, 1) for name in "ab"}
-        raise InputError("node c has torch 1.0")
+        raise error
 
     monkeypatch.setenv("RAY_ADDRESS", "a-cluster:6379")
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(sweep, "drive", drive)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    with pytest.raises(InputError, match="node c"):
+    with pytest.raises(type(error), match=r"node c|is full"):
         sweep.execute(Sweep([]), sweep.Args("smoke"))
     assert did == ["a", "b", "wait for 2", "shutdown"]
 

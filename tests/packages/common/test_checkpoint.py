@@ -277,6 +277,7 @@ def test_a_numpy_number_is_a_number():
     learner.level, other.level = np.float32(0.5), np.float32(0)
     restore(other, state_of(learner))
     assert other.level == 0.5
+    assert type(other.level) is np.float32  # a product of two would differ from that of Python's floats
 
 
 @every_algorithm

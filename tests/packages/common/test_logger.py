@@ -3,15 +3,17 @@
 import csv
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import module
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.errors import RunError
+from common.errors import InputError, RunError
 from common.evaluate import Episode
 from common.logger import Logger, start_wandb
 from common.timings import Timings
@@ -120,6 +122,24 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     logger.log({"a": 1.0})
     assert calls[2][0] == 3
     assert calls[2][1]["a"] == 1.0
+
+
+def test_weights_and_biases_ends_with_a_failed_run(small, monkeypatch: pytest.MonkeyPatch):
+    """Else the next run of the process would log to it. A refusal is told without a traceback."""
+    wandb, ended = types.ModuleType("wandb"), []
+    wandb.__spec__, wandb.Error = ModuleSpec("wandb", None), type("Error", (Exception,), {})
+    wandb.init = lambda **_: types.SimpleNamespace(log=lambda values, step: 1 / 0, finish=lambda: ended.append(1))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(ZeroDivisionError):
+        module("sac").train(small(track=True))
+    assert ended == [1]
+
+    def refuse(**_: Any) -> None:
+        raise wandb.Error("not logged in")
+
+    wandb.init = refuse
+    with pytest.raises(InputError, match="--track: not logged in: run `wandb login`, or leave --track out"):
+        module("sac").train(small(track=True))
 
 
 def test_steps_on_a_dataset_are_below_0_and_returns_get_scores(tmp_path: Path):

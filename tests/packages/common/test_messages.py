@@ -80,6 +80,18 @@ def test_a_run_whose_messages_no_program_reads_continues(tmp_path: Path) -> None
     assert (tmp_path / "run" / "DONE").exists()
 
 
+def test_a_run_whose_terminal_was_closed_continues(tmp_path: Path) -> None:
+    """As after a logout. The kernel then refuses every write with EIO."""
+    master, terminal = os.openpty()
+    line = [sys.executable, *TRAIN, "--run-dir", str(tmp_path / "run")]
+    run = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=terminal, cwd=ROOT, start_new_session=True)
+    os.close(terminal)
+    os.read(master, 1)
+    os.close(master)
+    assert run.wait(timeout=120) == 0
+    assert (tmp_path / "run" / "DONE").exists()
+
+
 def test_a_fork_that_is_killed_while_it_prints_does_not_stop_others() -> None:
     program = (
         "import os, signal\nfrom tqdm import tqdm\nfrom common.messages import log\n"

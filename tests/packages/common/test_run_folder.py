@@ -3,15 +3,18 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, module
 from filelock import Timeout
 
+from common.arguments import RunArgs
 from common.errors import InputError
 from common.evaluate import Episode
 from common.run_folder import COLUMNS, config_text, lock_of, read_config, read_evaluations, read_last_evaluation
@@ -45,6 +48,23 @@ def test_no_bit_of_a_config_may_change(tmp_path: Path):
     for older in (text, json.dumps(config).encode()):
         path.write_bytes(older)
         assert read_config(tmp_path, "is no good") == config
+
+
+@pytest.mark.parametrize("more", [0, 100])
+def test_a_run_that_starts_over_says_with_what(small: Callable[..., RunArgs], more: int):
+    """It was killed before its first checkpoint, and may have more steps now. An eager form is not taken over."""
+    args = small(total_steps=100, compile=False)
+    module("sac").train(args)
+    path = args.run_dir / "config.json"
+    first = read_config(args.run_dir, "is no good")
+    for name in ("DONE", "checkpoint", "policy"):
+        gone = args.run_dir / name
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    path.write_text(config_text(first | {"commit": "old", "form": "recorded", "versions": {"torch": "1.0"}}))
+    module("sac").train(small(total_steps=100 + more, compile=False))
+    now = read_config(args.run_dir, "is no good")
+    assert now.pop("arguments") == first.pop("arguments") | {"total_steps": 100 + more}
+    assert now == first
 
 
 def json_or_none(data: bytes) -> object:

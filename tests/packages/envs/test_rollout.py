@@ -237,7 +237,7 @@ def test_an_episode_not_restored_exactly_loses_its_statistics(rollout: Any, monk
 
 def test_evaluations_leave_training_alone_and_start_alike(rollout: Any) -> None:
     """Two evaluations are the same, and the training environments and their statistics do not move."""
-    made = rollout("Pendulum-v1")
+    made = rollout("Pendulum-v1", eval_episodes=2)
     moves(made, 3)
     before = made.save(FOLDER)
     first, second = (made.evaluate(lambda obs: -obs[:, 1:2].clip(-1, 1)) for _ in range(2))

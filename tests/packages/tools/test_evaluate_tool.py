@@ -55,6 +55,18 @@ def test_table_and_files(small: Callable[..., Any], tmp_path: Path, capsys: pyte
     assert len({len(line) for line in printed}) == 1
 
 
+def test_a_policy_that_fails_loses_no_evaluation_before_it(
+    small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = module("sac").train(small(total_steps=60)).folder
+    real, calls = tools.evaluate.episodes_of, iter(range(2))
+    monkeypatch.setattr(tools.evaluate, "episodes_of", lambda *given: real(*given) if next(calls) == 0 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(Args((str(folder), str(folder)), episodes=2, csv=tmp_path / "e.csv", json=tmp_path / "s.json"))
+    assert len(json.loads((tmp_path / "s.json").read_text())) == 1
+    assert len(list(csv.DictReader((tmp_path / "e.csv").open()))) == 2
+
+
 def test_the_step_is_that_of_the_policy_that_acted(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may learn on between the check of all policies and the evaluation of this one."""
     args = small(total_steps=60)
