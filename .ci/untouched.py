@@ -34,7 +34,7 @@ def runs_of_every_algorithm() -> Iterator[None]:
     made: list[Path] = []
     try:
         for algo in ALGORITHMS:
-            task = {} if algo in OFFLINE else {"env": "HalfCheetah-v4"}
+            task = {"time_limit": 50} | ({} if algo in OFFLINE else {"env": "HalfCheetah-v4"})
             folder = ROOT / name_and_folder(algo, module(algo).Args(**arguments_of(algo, task)))[1]
             if not folder.exists():
                 made.append(folder)

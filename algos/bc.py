@@ -148,7 +148,8 @@ def train(args: Args) -> Result:
     data.dataset.fit(agent.obs_normalizer)
     policy = run.policy(agent)
     update = run.updater(lambda online: agent.update(data.sample(online, agent.generator)), agent.generator)
-    data.load_pretrained(agent, must_match=("policy", "flow_steps", "denoising_steps"))
+    form = {"flow": ("flow_steps",), "diffusion": ("denoising_steps",)}.get(args.policy, ())
+    data.load_pretrained(agent, must_match=("policy", *form))
     run.resume(agent=agent, data=data, rollout=rollout, update=update)
 
     for step in run.steps():

@@ -117,7 +117,7 @@ class Args(OfflineArgs):
     calibrated: bool = True
     """With --critic-loss cal-ql: use its bound. Otherwise use CQL's term, without returns-to-go."""
     failure_reward: OptionalNumber = BY_DOMAIN
-    """With --critic-loss cal-ql: raw reward of a step without success.
+    """With --critic-loss cal-ql: raw reward of a step without success, for --calibrated.
     Returns-to-go assume that an episode of such steps fails forever."""
 
     def __post_init__(self) -> None:

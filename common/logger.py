@@ -47,6 +47,7 @@ class Logger:
         `state` is what `state()` returned at the checkpoint from which the run resumes, or None for a new run.
         """
         self.folder, self.first_step, self.wandb_run = folder, span[0], wandb_run
+        process.at_end(self._end_tracking)
         # Gives evaluation episodes their normalised scores, if these are known.
         self.score: Callable[[list[Episode]], NDArray[np.float64]] | None = None
         self._metrics = _AppendedFile(folder / METRICS_FILE, state)
@@ -125,8 +126,13 @@ class Logger:
         self.progress.close()
         for rows in (self._metrics, self._evaluations, self._events):
             rows.file.close()
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
+        self._end_tracking(0)
+
+    def _end_tracking(self, exit_code: int = 1) -> None:
+        """End the Weights & Biases run, as a failed one by default, so that the next one does not log to it."""
+        if (run := self.wandb_run) is not None:
+            self.wandb_run = None
+            run.finish(exit_code=exit_code)
 
     def _write(self, values: dict[str, float]) -> None:
         self._write_rows(self._metrics, [(self.step, name, value) for name, value in values.items()])
@@ -199,8 +205,7 @@ def _events_name(folder: Path, state: dict[str, Any] | None) -> str:
 def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
     """Start a Weights & Biases run, or resume the one of this name, host and folder, and return it.
 
-    It also ends when the run fails, so that the next one of the same process does not log to it. Raises InputError if
-    Weights & Biases refuses it.
+    Raises InputError if Weights & Biases refuses it.
     """
     import wandb
 
@@ -208,8 +213,6 @@ def start_wandb(name: str, folder: Path, config: dict[str, Any]) -> Any:
     project, group = os.environ.get("WANDB_PROJECT", "onramp"), name.rpartition("__")[0] or None  # the seeds of a task
     names = {"project": project, "group": group, "name": name, "id": identity}
     try:
-        started = wandb.init(**names, dir=folder, config=config, resume="allow")
+        return wandb.init(**names, dir=folder, config=config, resume="allow")
     except wandb.Error as error:
-        raise InputError(f"--track: {error}: run `wandb login`, or leave --track out") from None
-    process.at_end(started.finish)
-    return started
+        raise InputError(f"--track: {error}: correct that (`wandb login`), or leave --track out") from None

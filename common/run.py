@@ -195,13 +195,13 @@ class Run:
         self.launch.is_resumed = saved is not None
         note = self.launch.prepare()
         self.config["versions"] |= self.launch.versions
+        wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         facts = self._grown
         if saved is None:  # it starts, or starts over, with what is here now
             facts = self.config | {"commit": commit(), "hardware": hardware(self.device)}
         if facts:
             (self.folder / DONE).unlink(missing_ok=True)
             self._write_config(facts)
-        wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
         self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
         self._policies.require_best()
         self.logger.score = self.score

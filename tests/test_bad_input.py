@@ -399,7 +399,7 @@ def test_a_full_card(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert_refused(run(*flags(run_dir=tmp_path / "run")), 1, "CUDA out of memory", "--batch-size", "share")
 
 
-@pytest.mark.parametrize("algo", some(EXAMPLE, OFFLINE[0]))
+@pytest.mark.parametrize("algo", some(EXAMPLE))
 def test_a_full_disk(tmp_path: Path, algo: str, small):
     """Files may not grow beyond a few kB (logs, replay rows, state): exit 1. With room, the command resumes."""
     module(algo).train(small(algo, run_dir=tmp_path / "undisturbed", checkpoint_every=50))

@@ -158,6 +158,9 @@ def test_a_run_starts_from_its_own_kind_of_policy(small: Any, tmp_path: Path) ->
         with pytest.raises(InputError, match=f"was trained with --{there} (diffusion|3): give the same here$"):
             module("bc").train(small("bc", init_from=tmp_path / "first", **short, **changed))
     module("bc").train(small("bc", init_from=tmp_path / "first", policy="diffusion", **short))
+    module("bc").train(small("bc", policy="flow", denoising_steps=4, run_dir=tmp_path / "flow", **short))
+    own = {"policy": "flow", "run_dir": tmp_path / "second"}  # a flow has no denoising steps
+    module("bc").train(small("bc", init_from=tmp_path / "flow", **own, **short))
 
 
 def test_updates_and_actions_normalise_and_a_restored_agent_too() -> None:

@@ -43,7 +43,7 @@ def optimizer_steps(state: dict[str, Any], network: str) -> int:
     ("utd", "num_envs", "overlap"),
     [pytest.param(1, 1, False, marks=long), (3, 1, True), pytest.param(1, 3, True, marks=long), (3, 3, False)],
 )
-@pytest.mark.parametrize("delay", [2, 3])
+@pytest.mark.parametrize("delay", [pytest.param(2, marks=long), 3])
 @pytest.mark.parametrize("algo", with_flag("policy_delay"))
 def test_the_actor_moves_at_every_delayed_update_of_a_run(
     algo: str, delay: int, utd: int, num_envs: int, overlap: bool, small: Callable[..., Any], tmp_path: Path

@@ -33,6 +33,7 @@ from common.run_folder import (
     read_config,
     read_evaluations,
     require_unchanged,
+    state_path,
     without_folders,
 )
 
@@ -65,8 +66,11 @@ def keep(run: Path, kept: Path) -> None:
     config["arguments"] = without_folders(config["arguments"])
     if (run / METRICS).exists():
         config["time"] = time_taken(run / METRICS, -config["arguments"].get("offline_steps", 0))
-    in_place = run.resolve() == kept.resolve()  # as of a run that was kept before, without DONE
-    if is_unfinished(run) or not (in_place or is_finished(run)):
+    in_place = run.resolve() == kept.resolve()
+    if in_place and state_path(run).parent.exists():
+        raise InputError(f"{run} still has its checkpoint: keep the run in another folder, or delete checkpoint/")
+    was_kept = in_place and not (run / METRICS).exists()  # without DONE, by an earlier version
+    if is_unfinished(run) or not (was_kept or is_finished(run)):
         raise InputError(f"{run} has not ended: resume it first")  # it would shorten every comparison
     kept.mkdir(parents=True, exist_ok=True)
     for name, data in (

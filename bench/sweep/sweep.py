@@ -278,8 +278,10 @@ def refuse_other_versions(ray: Any, known: set[str]) -> set[str]:
     for node, reference in told.items():
         try:
             there, here = ray.get(reference), facts()
-        except ray.exceptions.RayError:  # it is gone again
-            del joined[node]
+        except ray.exceptions.RayError as error:
+            if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
+                raise InputError(f"node {joined[node]} cannot be asked for its versions: {error}") from None
+            del joined[node]  # it is gone again
             continue
         if other := [f"{key} {there[key]}, here {here[key]}" for key in here if there[key] != here[key]]:
             raise InputError(f"node {joined[node]} has {'; '.join(other)}: install the same there, or stop Ray there")

@@ -215,6 +215,7 @@ class TestFromDatasets:
                     scored = "" if env else of
                     lines.append(f"{step},{i},{self.LOW + of / 100 * (self.HIGH - self.LOW)},1000,{solved},{scored}")
             path.write_text("\n".join(lines) + "\n")
+            (path.parent / "DONE").touch()
             keep(path.parent, path.parent)
 
         return add
@@ -411,9 +412,18 @@ def test_what_was_not_kept_is_refused_and_can_be_kept_where_it_is(tmp_path: Path
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"algo": "iql", "arguments": {}}')
     (folder / "evaluations.csv").write_text("step,return\n0,1.5\n")
-    (folder / "DONE").touch()  # its checksums would no longer be right
+    (folder / "metrics.csv").write_text("step,name,value\n")
     with pytest.raises(InputError, match="has no evaluations"):
         list(kept_runs(tmp_path))
+    with pytest.raises(InputError, match="has not ended"):
+        keep(folder, folder)
+    (folder / "DONE").touch()  # its checksums would no longer be right
+    (folder / "checkpoint").mkdir()
+    with pytest.raises(InputError, match="still has its checkpoint: keep the run in another folder"):
+        keep(folder, folder)
+    for name in ("checkpoint", "metrics.csv"):
+        path = folder / name
+        path.rmdir() if path.is_dir() else path.unlink()
     keep(folder, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "evaluations.csv.gz"]
     first = (folder / "evaluations.csv.gz").read_bytes()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import long
 
 from bench.faults import soak
 from bench.faults.soak import Args, Counts, main
@@ -130,11 +131,13 @@ def test_a_soak_in_another_folder_is_added(quick, tmp_path: Path):
     assert parts[1]["seconds"] >= 3
 
 
+@long
 def test_a_signal_is_due_whether_rounds_are_short_or_long(quick):
     """Rounds of a second or two, a signal every three seconds: they come, although no round lasts as long."""
     assert sum(quick(seconds=10, between=(3.0, 3.0))["small"]["signals"].values()) >= 2
 
 
+@long
 def test_growing_memory_is_an_error(quick, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak, "START_UP", 0.0)
     monkeypatch.setattr(soak, "START_UP_IDLE", 0.0)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, long
 from filelock import FileLock
 from stand_ins import RUN, write_suite
 
@@ -164,6 +164,7 @@ class TestSuites:
             sweep.execute(Sweep([]), Args("none"))
         assert stop.value.code == 128 + signal.SIGTERM
 
+    @long
     def test_sigterm_while_ray_starts(self):
         """Ray's handlers ignored it, aborted or exited with another status. Ray's own processes still receive it."""
         code = (
@@ -345,9 +346,15 @@ class TestDriver:
         alive["b"] = True
         with pytest.raises(InputError, match=r"host-b has torch 1\.0, here .*; commit else, here .*"):
             refuse_other_versions(ray, {"a"})
-        ray.exceptions = SimpleNamespace(RayError=KeyError)
-        alive["c"] = True  # and it is gone before it answers
-        del theirs["b"], alive["b"]
+        ray.exceptions, alive["b"], alive["c"] = SimpleNamespace(RayError=KeyError), False, True
+        with pytest.raises(InputError, match="node host-c cannot be asked for its versions: 'c'"):
+            refuse_other_versions(ray, set())  # it has no Python, for example
+
+        def gone(node: str) -> dict[str, str]:
+            alive["c"] = False
+            return theirs[node]
+
+        ray.get = gone  # it left before it answered
         assert refuse_other_versions(ray, set()) == {"a"}
 
     def test_what_fits_starts_and_does_not_wait_behind_what_does_not(self, ray: FakeRay, tmp_path: Path):

@@ -105,7 +105,9 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     Logger(tmp_path, (0, 100), None).log({"a": 1.0})  # never imports it
 
     calls: list[Any] = []
-    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: None)
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: calls.append(exit_code)
+    )
 
     def init(**arguments: Any) -> Any:
         calls.append(arguments)
@@ -122,13 +124,17 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     logger.log({"a": 1.0})
     assert calls[2][0] == 3
     assert calls[2][1]["a"] == 1.0
+    logger.close()
+    assert calls[3:] == [0]
 
 
-def test_weights_and_biases_ends_with_a_failed_run(small, monkeypatch: pytest.MonkeyPatch):
+def test_weights_and_biases_ends_with_a_failed_run(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else the next run of the process would log to it. A refusal is told without a traceback."""
     wandb, ended = types.ModuleType("wandb"), []
     wandb.__spec__, wandb.Error = ModuleSpec("wandb", None), type("Error", (Exception,), {})
-    wandb.init = lambda **_: types.SimpleNamespace(log=lambda values, step: 1 / 0, finish=lambda: ended.append(1))
+    wandb.init = lambda **_: types.SimpleNamespace(
+        log=lambda values, step: 1 / 0, finish=lambda exit_code: ended.append(exit_code)
+    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(ZeroDivisionError):
         module("sac").train(small(track=True))
@@ -138,8 +144,11 @@ def test_weights_and_biases_ends_with_a_failed_run(small, monkeypatch: pytest.Mo
         raise wandb.Error("not logged in")
 
     wandb.init = refuse
-    with pytest.raises(InputError, match="--track: not logged in: run `wandb login`, or leave --track out"):
-        module("sac").train(small(track=True))
+    with pytest.raises(
+        InputError, match=r"--track: not logged in: correct that \(`wandb login`\), or leave --track out"
+    ):
+        module("sac").train(args := small(track=True, run_dir=tmp_path / "refused"))
+    assert not (args.run_dir / "config.json").exists()
 
 
 def test_steps_on_a_dataset_are_below_0_and_returns_get_scores(tmp_path: Path):

@@ -81,7 +81,7 @@ def test_a_run_whose_messages_no_program_reads_continues(tmp_path: Path) -> None
 
 
 def test_a_run_whose_terminal_was_closed_continues(tmp_path: Path) -> None:
-    """As after a logout. The kernel then refuses every write with EIO."""
+    """Started with setsid, it gets no SIGHUP. The kernel then refuses every write with EIO."""
     master, terminal = os.openpty()
     line = [sys.executable, *TRAIN, "--run-dir", str(tmp_path / "run")]
     run = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=terminal, cwd=ROOT, start_new_session=True)

@@ -65,7 +65,7 @@ def test_of_sac_it_is_the_actor() -> None:
 
 
 def test_best_is_the_policy_of_the_highest_mean_return(small: Callable[..., Any]) -> None:
-    folder = module("sac").train(small(total_steps=400, eval_every=50, learning_starts=50)).folder
+    folder = module("sac").train(small(total_steps=400, eval_every=50, eval_episodes=2, learning_starts=50)).folder
     curve = mean_by_step(read_evaluations(folder / "evaluations.csv"), lambda row: float(row["return"]))
     best = read_policy(folder / "policy" / "best.safetensors").facts
     last = read_policy(folder / "policy" / "last.safetensors").facts
@@ -78,7 +78,8 @@ def test_best_is_the_policy_of_the_highest_mean_return(small: Callable[..., Any]
 
 def test_kills_change_no_policy(tmp_path: Path) -> None:
     """Also between an evaluation's row and its files, and inside a file's writing."""
-    arguments = {"total_steps": 400, "eval_every": 50, "checkpoint_every": 150, "learning_starts": 50}
+    arguments = {"total_steps": 400, "eval_every": 50, "eval_episodes": 2, "checkpoint_every": 150,
+                 "learning_starts": 50}  # fmt: skip
     places = [("evaluation", 3), ("rename", 4), ("fsync", 9), ("rename", 9), ("step", 170), ("rename", 7), ("end", 1)]
     module("sac").train(module("sac").Args(**arguments_of("sac", arguments), run_dir=tmp_path / "undisturbed"))
     killed = killed_at("sac", places, *flags("sac", **arguments, run_dir=tmp_path / "killed"))

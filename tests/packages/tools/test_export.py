@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, every_algorithm, module
+from conftest import ROOT, module, some
 from onnx_file import needs_onnx, run
 
 from common.acting import acting
@@ -24,7 +24,10 @@ from tools.policies import load_policy
 
 
 @needs_onnx
-@every_algorithm
+@pytest.mark.parametrize(
+    "algo",
+    some("bc", "crossq", "dsrl", "expo", "fql", "ifql", "pa_rl", "ppo", "sac", "simba_v2", "stream_ac"),
+)
 def test_the_file_acts_as_the_agent_in_the_environments_units(algo: str, small: Callable[..., Any]) -> None:
     """Against the policy of tools.policies and Gymnasium's own RescaleAction, if evaluations draw nothing."""
     folder = module(algo).train(small(algo, total_steps=60)).folder
