@@ -32,7 +32,7 @@ from conftest import (
 from common import arguments
 from common.arguments import POSITIVE, Interval, OnlineArgs, RunArgs, Unset, checked
 from common.command_line import parse
-from common.conditions import conditions
+from common.conditions import CONDITION, conditions
 from common.errors import InputError
 from offline.offline_to_online import OfflineArgs, with_presets
 
@@ -101,9 +101,9 @@ IN_VAIN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # flags without e
 def test_every_condition_in_a_docstring_is_tested(algo: str):
     args, path = module(algo).Args, ROOT / "algos" / f"{algo}.py"
     texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-    begun = sum(text.startswith(("With --", "Without --")) for text in texts if isinstance(text, str))
+    begun = [text for text in texts if isinstance(text, str) and text.startswith(("With --", "Without --"))]
     own = {flag for flag in conditions(args) if flag in vars(args) or flag not in conditions(OfflineArgs)}
-    assert begun <= len(conditions(args))  # none is misspelt
+    assert all(map(CONDITION.match, begun))  # none is misspelt
     assert own <= {flag for of, _, given in IN_VAIN for flag in given if of == algo}
     assert conditions(OfflineArgs).keys() <= {flag for of, _, given in IN_VAIN for flag in given if of == "iql"}
     assert all(args.allows(other, value) for _, other, values in conditions(args).values() for value in values)

@@ -137,7 +137,6 @@ def test_a_signal_is_due_whether_rounds_are_short_or_long(quick):
     assert sum(quick(seconds=10, between=(3.0, 3.0))["small"]["signals"].values()) >= 2
 
 
-@long
 def test_growing_memory_is_an_error(quick, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak, "START_UP", 0.0)
     monkeypatch.setattr(soak, "START_UP_IDLE", 0.0)
