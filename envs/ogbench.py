@@ -24,7 +24,9 @@ from envs.vector import Array
 INSTALL = "pip install -e '.[ogbench]'"
 if sys.version_info >= (3, 13):
     INSTALL = "use Python 3.11 or 3.12, because its dependency labmaze has no wheel for later ones"
-_FAMILIES = "pointmaze|antmaze|humanoidmaze|antsoccer|cube|scene|puzzle"
+ARM = ("cube", "scene", "puzzle")
+"""The families of tasks with an arm, whose goals have several parts."""
+_FAMILIES = "|".join(("pointmaze", "antmaze", "humanoidmaze", "antsoccer", *ARM))
 
 
 def _datasets() -> dict[str, str]:
@@ -76,12 +78,13 @@ def quiet() -> Iterator[None]:
 def register(name: str) -> None:
     """Import OGBench's package, and register its single tasks under their names and those of their datasets.
 
+    The arm's tasks have a second form, with `-sparse` before `-singletask`: -1 is paid until all parts are solved.
+
     Raises InputError, with `name` in the message, if the package is missing or fails.
     """
-    arm = name.startswith(("cube", "scene", "puzzle"))
     try:
         with quiet():  # the arm's modules import dm_control, which looks for a display
-            importlib.import_module("ogbench.manipspace.envs.manipspace_env" if arm else "ogbench")
+            importlib.import_module("ogbench.manipspace.envs.manipspace_env" if name.startswith(ARM) else "ogbench")
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(("ogbench", "dm_control")):
             raise InputError(f"{name} needs OGBench's package, which is not installed: {INSTALL}") from None
@@ -89,14 +92,16 @@ def register(name: str) -> None:
         raise InputError(f"{why}\nget its pins: {INSTALL}") from error
     if "scene-play-singletask-v0" in gym.registry:
         return
-    fix = WrapperSpec("Reproducible", "envs.ogbench:Reproducible", {})
+    forms = {"": (WrapperSpec("Reproducible", "envs.ogbench:Reproducible", {}),)}
+    sign = WrapperSpec("TransformReward", "gymnasium.wrappers:TransformReward", {"func": np.sign})
     for env_id, spec in list(gym.registry.items()):
         if is_task(env_id):
-            gym.registry[env_id] = dataclasses.replace(spec, additional_wrappers=(fix,))
-            for dataset, env in DATASETS.items():
-                if env_id.startswith(f"{env}-singletask"):
-                    alias = dataset + env_id.removeprefix(env)
-                    gym.registry[alias] = dataclasses.replace(gym.registry[env_id], id=alias)
+            env, _, task = env_id.partition("-singletask")
+            sparse = {"-sparse": (*forms[""], sign)} if env.startswith(ARM) else {}
+            for each in (env, *(dataset for dataset, its in DATASETS.items() if its == env)):
+                for form, wrappers in (forms | sparse).items():
+                    alias = f"{each}{form}-singletask{task}"
+                    gym.registry[alias] = dataclasses.replace(spec, id=alias, additional_wrappers=wrappers)
 
 
 class Reproducible(gym.Wrapper[Array, Array, Any, Any], RecordConstructorArgs):

@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import InputError, RunError
 from common.messages import log
 from envs.make import unwrapped
-from envs.ogbench import DATASETS
+from envs.ogbench import ARM, DATASETS
 from offline.download import cache_folder, download, require_same
 from offline.npz import Archive
 from offline.recording import Array, RawDataset, TransitionBlock
@@ -26,7 +26,12 @@ SERVER = "https://rail.eecs.berkeley.edu/datasets/ogbench"
 MIRROR = "https://huggingface.co/datasets/zhouzypaul/ogbench_datasets/resolve/main"
 ARM_JOINTS = 14  # in qpos, before the objects of the arm's tasks
 CUBE_JOINTS = 7  # position and quaternion
-IDS = tuple(f"{name}-singletask{task}-v0" for name in DATASETS for task in ("", *(f"-task{i}" for i in range(1, 6))))
+IDS = tuple(
+    f"{name}{form}-singletask{task}-v0"
+    for name in DATASETS
+    for form in (("", "-sparse") if name.startswith(ARM) else ("",))
+    for task in ("", *(f"-task{i}" for i in range(1, 6)))
+)
 
 
 def folder() -> Path:
@@ -36,8 +41,8 @@ def folder() -> Path:
 
 def dataset_and_environment(dataset_id: str) -> tuple[str, str]:
     """Return the file's name without its ending, and the environment, of an id among IDS."""
-    name, task = re.fullmatch(r"(.+)-singletask(.*)-v0", dataset_id).groups()  # type: ignore[union-attr]
-    return f"{name}-v0", f"{DATASETS[name]}-singletask{task}-v0"
+    name, task = re.fullmatch(r"(.+?)((?:-sparse)?-singletask.*)", dataset_id).groups()  # type: ignore[union-attr]
+    return f"{name}-v0", DATASETS[name] + task
 
 
 class Goal(NamedTuple):
@@ -53,6 +58,8 @@ class Goal(NamedTuple):
     """Goals of drawer and window, in m, by column of qpos."""
     buttons: Array | None
     """Goals of the buttons, if the task has some."""
+    sparse: bool
+    """Whether a state costs 1 if it is not solved, not 1 for each part that is not."""
     widths: dict[str, int]
     """Width of each array of the files."""
 
@@ -75,7 +82,7 @@ def goal_of(env_id: str) -> Goal:
     widths |= {"qpos": int(inner.model.nq)}
     buttons: Array | None = None
     joints: dict[int, float] = {}
-    if kind in ("cube", "scene", "puzzle"):
+    if kind in ARM:
         cubes, radius = 0 if kind == "puzzle" else inner._num_cubes, 0.04
         columns = ARM_JOINTS + CUBE_JOINTS * np.arange(cubes)[:, None] + np.arange(3)
         positions = inner._data.mocap_pos[:cubes].copy()
@@ -89,11 +96,14 @@ def goal_of(env_id: str) -> Goal:
         columns = np.array([[15, 16] if kind == "antsoccer" else [0, 1]])  # the ball, or the robot itself
         positions, radius = np.array([inner.cur_goal_xy]), inner._goal_tol
     env.close()
-    return Goal(columns, positions, radius, joints, buttons, widths)
+    return Goal(columns, positions, radius, joints, buttons, "-sparse-" in env_id, widths)
 
 
 def relabelled(file: Archive, goal: Goal) -> tuple[Array, Array]:
-    """Return each row's reward, minus the number of unsolved parts, and its mask, 0 if all are solved: [n] each."""
+    """Return each row's reward, and its mask, 0 if all parts are solved: [n] each.
+
+    The reward is minus the number of unsolved parts; if the goal is sparse, minus 1 if there are any.
+    """
     states = _numbers(file, "qpos")
     buttons: Iterator[Array | None] = iter(lambda: None, 0)
     if goal.buttons is not None:
@@ -101,7 +111,8 @@ def relabelled(file: Archive, goal: Goal) -> tuple[Array, Array]:
     found = [goal.solved(*row) for row in zip(states, buttons, strict=False)]
     solved = np.concatenate(found)
     masks: Array = np.where(solved.all(1), np.float32(0), np.float32(1))
-    return (solved.sum(1) - solved.shape[1]).astype(np.float32), masks
+    rewards: Array = (solved.sum(1) - solved.shape[1]).astype(np.float32)
+    return np.sign(rewards) if goal.sparse else rewards, masks
 
 
 def last_rows(file: Archive) -> Array:

@@ -65,10 +65,15 @@ def save(folder: Path, name: str, rows: dict[str, Any]) -> Path:
 
 
 def packages(path: Path, env_id: str) -> tuple[dict[str, Any], Any]:
-    """The transitions as the package's own loader and relabelling give them, and its environment."""
+    """The transitions as the package's own loader and relabelling give them, and its environment.
+
+    For a task with sparse rewards, its rewards are changed by the rule of ColinQiyangLi/qc (main.py, commit 48283b4).
+    """
     env = gym.make(env_id, disable_env_checker=True)
     data = package.load_dataset(str(path), add_info=True)
     relabel(env_id, env, data)
+    if "-sparse-" in env_id:
+        data["rewards"] = (data["rewards"] != 0.0) * -1.0
     return data, env.unwrapped
 
 
@@ -76,6 +81,8 @@ TASKS = {
     "cube-single-play-singletask-task4-v0": "cube-single-singletask-task4-v0",
     "cube-double-noisy-singletask-v0": "cube-double-singletask-v0",
     "scene-play-singletask-task5-v0": "scene-singletask-task5-v0",
+    "scene-play-sparse-singletask-task1-v0": "scene-sparse-singletask-task1-v0",
+    "puzzle-3x3-noisy-sparse-singletask-v0": "puzzle-3x3-sparse-singletask-v0",
     "puzzle-3x3-play-singletask-v0": "puzzle-3x3-singletask-v0",
     "puzzle-4x5-noisy-singletask-v0": "puzzle-4x5-singletask-v0",
     "pointmaze-medium-navigate-singletask-task2-v0": "pointmaze-medium-singletask-task2-v0",
@@ -119,11 +126,25 @@ def test_every_dataset_has_the_environment_of_its_name() -> None:
         env_id = ogbench.dataset_and_environment(dataset_id)[1]
         assert gym.registry[dataset_id].kwargs == gym.registry[env_id].kwargs
         assert gym.registry[env_id].entry_point.startswith("ogbench.")
-    assert len(ogbench.IDS) == 6 * len(environments.DATASETS) == 6 * 47
+    assert len(environments.DATASETS) == 47
+    assert len(ogbench.IDS) == 6 * (47 + 18)  # the 18 of the arm have sparse rewards too
+
+
+@pytest.mark.parametrize("unsolved", [0, 1, 3])
+def test_sparse_rewards_count_no_parts(unsolved: int) -> None:
+    """A puzzle with so many wrong buttons, in both forms."""
+    for form, reward in (("", -unsolved), ("-sparse", -min(unsolved, 1))):
+        env = make(f"puzzle-3x3{form}-singletask-task1-v0")
+        env.reset(seed=0)
+        inner: Any = env.unwrapped
+        inner._cur_button_states = inner._target_button_states.copy()
+        inner._cur_button_states[:unsolved] ^= 1
+        inner.post_step()  # success is that of the state before a step
+        assert env.step(np.zeros(5, np.float32))[1:3] == (reward, unsolved == 0)
 
 
 @pytest.mark.parametrize("env_id", [
-    "cube-single-play-singletask-task2-v0", "scene-singletask-task1-v0", "puzzle-3x3-singletask-v0",
+    "cube-single-play-singletask-task2-v0", "scene-sparse-singletask-task1-v0", "puzzle-3x3-singletask-v0",
     "pointmaze-teleport-navigate-singletask-v0", "antmaze-medium-singletask-v0",
 ])  # fmt: skip
 def test_environments_resume_exactly(env_id: str) -> None:
@@ -202,8 +223,8 @@ def test_a_termination_inside_an_episode_ends_its_return_to_go(folder: Path) -> 
     np.testing.assert_allclose(data.return_to_go(0.9), expected, rtol=1e-6)
 
 
-def test_convert_relabels_a_raw_file(folder: Path) -> None:
-    env_id = "scene-singletask-task5-v0"
+@pytest.mark.parametrize("env_id", ["scene-singletask-task5-v0", "cube-double-sparse-singletask-task1-v0"])
+def test_convert_relabels_a_raw_file(env_id: str, folder: Path) -> None:
     path = save(folder, "raw", random_rows(env_id))
     convert(ConvertArgs(path, str(folder / "out.hdf5"), env=env_id))
     theirs, _ = packages(path, env_id)
@@ -218,7 +239,10 @@ def fails(dataset_id: str, message: str) -> None:
 
 
 def test_a_dataset_that_does_not_exist() -> None:
-    for wrong in ("cube-single-play-singletask-task7-v0", "cube-single-play-v0", "visual-scene-play-singletask-v0"):
+    for wrong in (
+        "cube-single-play-singletask-task7-v0", "cube-single-play-v0", "visual-scene-play-singletask-v0",
+        "pointmaze-large-navigate-sparse-singletask-v0",
+    ):  # fmt: skip
         fails(
             wrong, f"there is no dataset {wrong}. OGBench's tasks have one goal each.*cube-single-play-singletask-task2"
         )
