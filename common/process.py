@@ -4,6 +4,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from common.errors import Stopped
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ending: ContextVar[list[Callable[[], None]] | None] = ContextVar("_ending", default=None)  # of this thread
 
 
@@ -44,6 +45,26 @@ def as_before() -> Iterator[None]:
         torch.set_flush_denormal(is_flushed)
         products.fp32_precision = precision
         torch.set_deterministic_debug_mode(determinism)
+
+
+def on_stop(handler: Callable[[int], None]) -> None:
+    """Call `handler` with the number of each signal of STOPS that comes, if this is the main thread.
+
+    A closed terminal may send SIGHUP twice, from the kernel and from the shell. So none after another signal counts,
+    and none if it is ignored, as under nohup.
+    """
+    has_come = False
+
+    def handle(number: int, _: FrameType | None) -> None:
+        nonlocal has_come
+        if not (has_come and number == signal.SIGHUP):
+            has_come = True
+            handler(number)
+
+    for number in STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            with contextlib.suppress(ValueError):  # only the main thread can handle signals
+                signal.signal(number, handle)
 
 
 def at_end(*functions: Callable[[], None]) -> None:

@@ -6,10 +6,8 @@ import functools
 import importlib.util
 import json
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -208,9 +206,7 @@ class Run:
         self.launch.notify, self.launch.busy = self._note_form, self.logger.progress.busy
         self.launch.signal = lambda: self._signal
         self._previous_step = self.step
-        for number in process.STOPS:
-            with contextlib.suppress(ValueError):  # only the main thread can handle signals
-                signal.signal(number, self._on_signal)
+        process.on_stop(self._on_signal)
         if saved is None:
             log.info(f"{self.name}: starts on {self.device}, in {self.folder}")
             if note:
@@ -392,7 +388,7 @@ class Run:
             steps = self.last_step - self.first_step
             raise FinishedRun(f"{self.folder} is finished ({steps:,} steps): nothing to do", self._result())
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int) -> None:
         if self._signal:  # at the second signal, at once
             raise Stopped(128 + number)
         self._signal = number

@@ -1,6 +1,7 @@
 """The promise: killed at any instant and started again, a run ends bit for bit as if it had never been stopped."""
 
 import csv
+import fcntl
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +215,27 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     assert result.returncode == 0
     assert "resumes from step" in result.stderr
     assert_same_folder(tmp_path / "stopped", tmp_path / "undisturbed")
+
+
+def test_a_closed_terminal_saves_a_checkpoint_that_the_command_resumes(tmp_path: Path):
+    """The kernel sends SIGHUP to the session of a terminal that is gone, and refuses what the run prints."""
+    arguments = {"checkpoint_every": 100_000, "total_steps": 1_400, "run_dir": tmp_path / "run"}
+    master, terminal = os.openpty()
+    line = [sys.executable, str(ROOT / "algos" / f"{EXAMPLE}.py"), *flags(EXAMPLE, **arguments)]
+    process = subprocess.Popen(
+        line, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(terminal)
+    said = b""
+    while b"step 200:" not in said:
+        said += os.read(master, 1_000)
+    os.close(master)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert (tmp_path / "run" / "checkpoint" / "state.pt").exists()
+    result = command(*flags(EXAMPLE, **arguments), algo=EXAMPLE)
+    assert result.returncode == 0
+    assert "resumes from step" in result.stderr
 
 
 @pytest.mark.parametrize("algo", some("sac", "ppo", "iql"))

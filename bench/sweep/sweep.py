@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import tyro
@@ -36,6 +35,7 @@ from common.command_line import command_line
 from common.errors import InputError, RunError
 from common.files import replacing
 from common.messages import log, print_result
+from common.process import on_stop
 from common.run_folder import (
     DONE,
     EVALUATIONS,
@@ -196,17 +196,18 @@ def execute(sweep: Sweep, args: Args) -> None:
         } if address == "local" else {}  # fmt: skip
         came: list[int] = []  # signals; Ray raises a KeyboardInterrupt of its own, which does not hold the number
 
-        def interrupt(number: int, _: FrameType | None) -> None:
+        def interrupt(number: int) -> None:
             came.append(number)
             raise KeyboardInterrupt
 
         try:
             with _sigterm_waits():
+                hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Ray's processes and the runs inherit that
                 try:
                     _start(ray, address, embedded)
                 finally:
-                    for number in (signal.SIGINT, signal.SIGTERM):
-                        signal.signal(number, interrupt)
+                    signal.signal(signal.SIGHUP, hangup)
+                    on_stop(interrupt)
             drive(sweep, ray)
         except KeyboardInterrupt:
             log.info(

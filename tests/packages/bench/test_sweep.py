@@ -132,7 +132,7 @@ class TestSuites:
             sweep.train(Args(suite(RUN.format(steps=1, seeds=1)), tmp_path / "runs"))
         assert [path.name for path in folder.iterdir()] == [".lock"]
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_a_signal_ends_the_sweep_with_its_own_status(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):

@@ -112,13 +112,14 @@ class TestSweeps:
         assert_same(runs / "finished", by_hand / "finished")
         assert_same(runs / "sac", by_hand / "sac", assert_same_run)  # it logged at its first end too
 
-    def test_ctrl_c_leaves_checkpoints_and_no_process(self, start, tmp_path: Path):
+    @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=long)])
+    def test_ctrl_c_or_a_closed_terminal_leaves_checkpoints_and_no_process(self, start, number: int, tmp_path: Path):
         process = start(write_suite(tmp_path, RUN.format(steps=100_000, seeds=3)), tmp_path / "runs", "--cpus", "2")
         wait_for(lambda: checkpoints(tmp_path) == 2)
         children = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, number)  # as a terminal does
         said = process.communicate(timeout=120)[0]
-        assert process.returncode == 130
+        assert process.returncode == 128 + number
         assert "run the same command to resume" in said
         assert "Traceback" not in said
         wait_for(lambda: all(map(ended, children)))

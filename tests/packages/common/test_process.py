@@ -70,6 +70,31 @@ def test_a_second_signal_waits_for_nothing(state):
     assert (called, state()) == ([], before)
 
 
+@pytest.mark.parametrize(("sent", "counted"), [
+    ([signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP]),
+    ([signal.SIGINT, signal.SIGHUP], [signal.SIGINT]),
+    ([signal.SIGHUP, signal.SIGTERM], [signal.SIGHUP, signal.SIGTERM]),
+    ([signal.SIGTERM, signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]),
+])  # fmt: skip
+def test_a_hangup_is_no_second_signal(sent: list[int], counted: list[int]):
+    came: list[int] = []
+    with process.as_before():
+        process.on_stop(came.append)
+        for number in sent:
+            signal.raise_signal(number)
+    assert came == counted
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    came: list[int] = []
+    with process.as_before():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        process.on_stop(came.append)
+        signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert came == []
+
+
 def test_what_fails_at_the_end_hides_no_error():
     called = []
 
