@@ -21,7 +21,7 @@ from common import checkpoint, files
 from common.arguments import MAY_DIFFER, NonNegativeInt, RunArgs, json_object
 from common.errors import InputError, RunError
 from common.evaluate import Episode
-from common.messages import keep_errors
+from common.messages import keep_errors, log
 from common.schema import Schema, require
 
 CONFIG, EVALUATIONS, METRICS, DONE = "config.json", "evaluations.csv", "metrics.csv", "DONE"
@@ -322,3 +322,16 @@ def run_config(folder: Path) -> dict[str, Any]:
     if not has_checkpoint(folder):
         raise InputError(f"{folder} is not a run folder with a checkpoint: give another --init-from")
     return read_config(folder, "is missing or damaged: give another --init-from")
+
+
+def warn_of(folder: Path, was: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Warn of a run of `--init-from` that is not finished, or that had another environment or gamma.
+
+    `was`: its arguments. `arguments`: those of the run that starts from it.
+    """
+    if not is_finished(folder):
+        log.warning(f"{folder} is not finished: this run starts from its last checkpoint")
+    both = [name for name in ("env", "gamma") if was.get(name) and name in arguments]
+    if others := [name for name in both if was[name] != arguments[name]]:
+        there, here = (" ".join(f"--{name} {each[name]}" for name in others) for each in (was, arguments))
+        log.warning(f"{folder} learned with {there}, and this run has {here}: its values may be of another scale")

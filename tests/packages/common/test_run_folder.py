@@ -17,7 +17,15 @@ from filelock import Timeout
 from common.arguments import RunArgs
 from common.errors import InputError
 from common.evaluate import Episode
-from common.run_folder import COLUMNS, config_text, lock_of, read_config, read_evaluations, read_last_evaluation
+from common.run_folder import (
+    COLUMNS,
+    config_text,
+    lock_of,
+    read_config,
+    read_evaluations,
+    read_last_evaluation,
+    warn_of,
+)
 
 HOLD = "import sys, time; from pathlib import Path; from common.run_folder import lock_of\n"
 HOLD += "with lock_of(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
@@ -121,3 +129,26 @@ def test_lock_refuses_another_process_until_it_is_killed(tmp_path: Path):
 def test_the_result_has_the_step_that_the_run_reached(small):
     """Three environments make 201 steps of 200."""
     assert [module("sac").train(small(num_envs=3)).step for _ in range(2)] == [201, 201]
+
+
+@pytest.mark.parametrize(("was", "here", "told"), [
+    ({"env": "A-v0", "gamma": 0.9}, {"env": "A-v0", "gamma": 0.9}, ""),
+    ({"env": "A-v0", "gamma": 0.9}, {"env": "A-v0", "gamma": 0.99}, "with --gamma 0.9, and this run has --gamma 0.99:"),
+    ({"env": "A-v0", "gamma": 0.9}, {"env": "B-v0", "gamma": 0.5},
+     "with --env A-v0 --gamma 0.9, and this run has --env B-v0 --gamma 0.5:"),
+    ({"env": "A-v0", "gamma": 0.9}, {"env": "A-v0"}, ""),  # BC has no gamma
+    ({"env": "A-v0", "gamma": 0.9}, {}, ""),  # only the base policy is taken
+])  # fmt: skip
+def test_init_from_another_task_or_gamma_is_told_of(was, here, told: str, tmp_path: Path, capsys):
+    (tmp_path / "DONE").touch()
+    warn_of(tmp_path, was, here)
+    err = capsys.readouterr().err
+    assert told in err
+    assert bool(err) == bool(told)
+
+
+def test_a_run_from_another_gamma_is_told_of(small, tmp_path: Path, capsys):
+    short = {"offline_steps": 3, "online_steps": 0}
+    module("iql").train(small("iql", gamma=0.9, run_dir=tmp_path / "first", **short))
+    module("iql").train(small("iql", gamma=0.8, init_from=tmp_path / "first", **short))
+    assert f"{tmp_path / 'first'} learned with --gamma 0.9, and this run has --gamma 0.8" in capsys.readouterr().err
