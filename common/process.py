@@ -50,8 +50,8 @@ def as_before() -> Iterator[None]:
 def on_stop(handler: Callable[[int], None]) -> None:
     """Call `handler` with the number of each signal of STOPS that comes, if this is the main thread.
 
-    A closed terminal may send SIGHUP twice, from the kernel and from the shell. So none after another signal counts,
-    and none if it is ignored, as under nohup.
+    A closed terminal may send SIGHUP twice, from the kernel and from the shell. So a SIGHUP after another signal is
+    ignored. A process that ignores SIGHUP, as under nohup, still does.
     """
     has_come = False
 

@@ -78,7 +78,8 @@ def quiet() -> Iterator[None]:
 def register(name: str) -> None:
     """Import OGBench's package, and register its single tasks under their names and those of their datasets.
 
-    The arm's tasks have a second form, with `-sparse` before `-singletask`: -1 is paid until all parts are solved.
+    Each task with an arm gets a second form, with `-sparse` before `-singletask`: the reward is -1 until all parts are
+    solved, then 0.
 
     Raises InputError, with `name` in the message, if the package is missing or fails.
     """
@@ -92,15 +93,15 @@ def register(name: str) -> None:
         raise InputError(f"{why}\nget its pins: {INSTALL}") from error
     if "scene-play-singletask-v0" in gym.registry:
         return
-    forms = {"": (WrapperSpec("Reproducible", "envs.ogbench:Reproducible", {}),)}
-    sign = WrapperSpec("TransformReward", "gymnasium.wrappers:TransformReward", {"func": np.sign})
+    fix = WrapperSpec("Reproducible", "envs.ogbench:Reproducible", {})
+    clip = WrapperSpec("ClipReward", "gymnasium.wrappers:ClipReward", {"min_reward": -1.0, "max_reward": 0.0})
     for env_id, spec in list(gym.registry.items()):
         if is_task(env_id):
             env, _, task = env_id.partition("-singletask")
-            sparse = {"-sparse": (*forms[""], sign)} if env.startswith(ARM) else {}
-            for each in (env, *(dataset for dataset, its in DATASETS.items() if its == env)):
-                for form, wrappers in (forms | sparse).items():
-                    alias = f"{each}{form}-singletask{task}"
+            forms = {"": (fix,)} | ({"-sparse": (fix, clip)} if env.startswith(ARM) else {})
+            for prefix in (env, *(dataset for dataset, of in DATASETS.items() if of == env)):
+                for form, wrappers in forms.items():
+                    alias = f"{prefix}{form}-singletask{task}"
                     gym.registry[alias] = dataclasses.replace(spec, id=alias, additional_wrappers=wrappers)
 
 

@@ -87,7 +87,8 @@ class AsyncEnvs(AsyncVectorEnv[Array, Array]):
 
 def _work(*args: Any) -> None:
     os.setpgrp()  # a terminal's Ctrl-C and timeout's SIGTERM reach a whole group, but the run must write a checkpoint
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent was killed: end silently
         _async_worker(*args)
 

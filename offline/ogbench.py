@@ -59,7 +59,7 @@ class Goal(NamedTuple):
     buttons: Array | None
     """Goals of the buttons, if the task has some."""
     sparse: bool
-    """Whether a state costs 1 if it is not solved, not 1 for each part that is not."""
+    """Whether an unsolved state costs 1, not 1 for each unsolved part."""
     widths: dict[str, int]
     """Width of each array of the files."""
 

@@ -35,8 +35,10 @@ from tools import export
 for variable in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"):
     os.environ.pop(variable, None)
 
-# A shell's background job ignores Ctrl-C, and so would every program that the tests start, those of Ctrl-C too.
+# A shell's background job ignores Ctrl-C, and one under nohup SIGHUP. So would every program that the tests start,
+# those of Ctrl-C and of closed terminals too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).parents[1]
 # Data that is not part of the project: next to the repository, or where ONRAMP_SHARED points. It may be absent.

@@ -151,18 +151,19 @@ class TestSuites:
         with pytest.raises(InputError, match=r"^Ray does not start here: timed out: run the same command again$"):
             sweep.execute(Sweep([]), Args("none"))
 
-    def test_sigterm_while_ray_fails_to_start(self, monkeypatch: pytest.MonkeyPatch):
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_a_signal_while_ray_fails_to_start(self, number: int, monkeypatch: pytest.MonkeyPatch):
         """The signal counts, and neither the error nor the handler that Ray has set."""
 
         def init(*_: object, **__: object) -> None:
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
-            signal.raise_signal(signal.SIGTERM)  # to this thread: those of the tests do not block it
+            signal.raise_signal(number)  # to this thread: those of the tests do not block it
             raise Exception("timed out")
 
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=Mock()))
         with pytest.raises(SystemExit) as stop:
             sweep.execute(Sweep([]), Args("none"))
-        assert stop.value.code == 128 + signal.SIGTERM
+        assert stop.value.code == 128 + number
 
     @long
     def test_sigterm_while_ray_starts(self):

@@ -298,12 +298,15 @@ def chain(env: Any) -> list[str]:
         ("PointMaze_UMaze-v3", {}),  # flattened
         ("offline.environments:d4rl/ant-v2", {}),  # itself a wrapper
         ("offline.environments:d4rl/pen-v1", {}),
+        ("puzzle-3x3-sparse-singletask-v0", {}),
     ],
 )
 def test_its_spec_makes_the_same_environment(env_id: str, kwargs: dict[str, Any]) -> None:
     """`gym.make(env.spec)` has the same wrappers and arguments, and gives the same steps bit for bit."""
     if "Maze" in env_id or "pen" in env_id:
         pytest.importorskip("gymnasium_robotics")
+    if "singletask" in env_id:
+        pytest.importorskip("ogbench", reason="needs pip install -e '.[ogbench]'")
     env = make(env_id, **kwargs)
     again = gym.make(env.spec)
     assert chain(again) == chain(env)

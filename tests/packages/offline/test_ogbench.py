@@ -124,7 +124,9 @@ def test_every_dataset_has_the_environment_of_its_name() -> None:
     environments.register("cube-single-singletask-v0")
     for dataset_id in ogbench.IDS:
         env_id = ogbench.dataset_and_environment(dataset_id)[1]
-        assert gym.registry[dataset_id].kwargs == gym.registry[env_id].kwargs
+        one, other = gym.registry[dataset_id], gym.registry[env_id]
+        assert (one.kwargs, one.additional_wrappers) == (other.kwargs, other.additional_wrappers)
+        assert gym.envs.registration.EnvSpec.from_json(one.to_json()) == one  # Minari's datasets store it
         assert gym.registry[env_id].entry_point.startswith("ogbench.")
     assert len(environments.DATASETS) == 47
     assert len(ogbench.IDS) == 6 * (47 + 18)  # the 18 of the arm have sparse rewards too
