@@ -100,6 +100,8 @@ class Args:
             raise InputError(
                 f"--only is {' '.join(self.only)}: give one of {', '.join(CLASSES)}, then an algorithm of it"
             )
+        if (self.only or self.case) and self.json and self.json.resolve() == RESULTS:
+            raise InputError(f"--json is {self.json}, which counts all classes: give another file, or all classes")
 
 
 def cases_of(args: Args) -> Iterator[Case]:

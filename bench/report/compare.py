@@ -154,7 +154,8 @@ def read_scores(
 ) -> tuple[dict[Run, float], int | None]:
     """Return the score of each finished run of these names on a task, and the step of the scores.
 
-    Runs that have not reached that step, or that have a checkpoint and no DONE, are left out.
+    Runs that have not reached that step, or that have a checkpoint and no DONE, are left out. Raise InputError if those
+    are all runs of a name, and no suite is there to make others.
     """
     curves, ends = {}, []
     for run, path in files.items():
@@ -171,6 +172,10 @@ def read_scores(
         evaluations = [curve[s] for s in sorted(curve) if s <= step][-args.last :]
         if (score := at(curve, step)) is not None and len(evaluations) == args.last:
             scores[run] = score if args.last == 1 else float(np.mean(evaluations))
+    for name in names:
+        own = max((max(curve) for run, curve in curves.items() if run[0] == name), default=step)
+        if own < step and args.suite is None:
+            raise InputError(f"no run of {name} on {task} reaches step {step:,}: give --step {own}, or train longer")
     return scores, step
 
 

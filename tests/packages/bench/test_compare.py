@@ -94,6 +94,22 @@ def test_runs_that_are_there_are_used_and_others_are_asked_for(tmp_path: Path):
     assert next_seeds(compare.compare(Args(tmp_path))) == next_seeds(found)
 
 
+def test_a_step_that_no_run_of_a_name_reaches_is_told(tmp_path: Path):
+    """The seeds are there, so it would be wrong to ask for them. A suite may make longer runs."""
+    for name, end in (("a", 2_000), ("b", 1_000)):
+        write_run(tmp_path / name / "T" / "1", {0: [0.0], end: [1.0]})
+    for step, asked, name, there in (
+        (1_500, "1,500", "b", 1_000),
+        (None, "2,000", "b", 1_000),
+        (9_000, "9,000", "a", 2_000),
+    ):
+        told = f"no run of {name} on T reaches step {asked}: give --step {there}, or train longer"
+        with pytest.raises(InputError, match=told):
+            compare.compare(Args(tmp_path, step=step))
+    assert len(compare.compare(Args(tmp_path, step=1_000)).scores) == 2
+    assert compare.compare(Args(tmp_path, suite="own", step=9_000)).scores == {}
+
+
 def test_the_score_is_that_of_the_tables_or_the_mean_of_the_last_evaluations(tmp_path: Path):
     for name in "ab":
         write_run(tmp_path / name / "T" / "1", {0: [1.0, 3.0], 10: [4.0, 6.0], 20: [9.0], 30: [100.0]})
@@ -139,7 +155,7 @@ def test_runs_that_end_elsewhere_are_not_asked_for_forever(tmp_path: Path):
             write_run(tmp_path / name / task / str(seed), {1_000 if name == "a" else 500: [1.0]})
 
     with pytest.raises(RunError, match=r"b/T/1, b/T/2.*give --step"):
-        until_decided(Args(tmp_path, names=("a", "b"), tasks=("T",)), run)
+        until_decided(Args(tmp_path, names=("a", "b"), tasks=("T",), suite="own"), run)
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,12 @@ def test_a_seed_and_a_name_determine_a_fault():
     assert draw("sac", 1, 10**6) is None
 
 
-@pytest.mark.parametrize("words", [{"only": ("kill",)}, {"only": ("kills", "dqn")}, {"cases": 0}, {"seed": -1}])
+@pytest.mark.parametrize("words", [
+    {"only": ("kill",)}, {"only": ("kills", "dqn")}, {"cases": 0}, {"seed": -1},
+    {"only": ("kills",), "json": faults.RESULTS}, {"case": "kills/sac/1", "json": faults.RESULTS},
+])  # fmt: skip
 def test_wrong_arguments_are_refused(words: dict[str, Any]):
-    with pytest.raises(InputError, match=r"--(only|cases|seed) is "):
+    with pytest.raises(InputError, match=r"--(only|cases|seed|json) is "):
         faults.Args(**words)
 
 
