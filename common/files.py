@@ -90,9 +90,9 @@ def _descriptor(path: str, flags: int) -> int:
     raise OSError(code, reason, path)
 
 
-def sync(folder: Path) -> None:
-    """Sync a folder, so that the creation and renaming of files in it survive a power cut."""
-    number = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Sync a file, or a folder, so that the creation and renaming of files in it survive a power cut."""
+    number = os.open(path, os.O_RDONLY)
     os.fsync(number)
     os.close(number)
 

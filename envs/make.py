@@ -24,6 +24,7 @@ from common.messages import log
 from common.seeding import seeds
 from envs import ogbench
 from envs.returned import entries, is_true, number, reason, short
+from envs.spaces import in_alphabetical_order
 from envs.state import Env, ExactState
 from envs.vector import Array, AsyncEnvs, EnvPool
 
@@ -181,8 +182,7 @@ class InBounds(gym.ActionWrapper[Array, Array, Array], RecordConstructorArgs):
 def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     """Make the environment `env_id`, ready for an agent: "Name-v0", or "module:Name-v0" to import its module first.
 
-    - Observations: float32 [obs_dim]. A dict's entries are joined in its space's order, which is alphabetical
-      (achieved_goal, desired_goal, observation).
+    - Observations: float32 [obs_dim]. A dict's entries are joined in alphabetical order, at each level.
     - Actions: float32 [action_dim] in [-1, 1], rescaled to the environment's own box.
     - `info["success"]`: bool, at each step, if the environment has the notion.
     - `info["return"]`: float, the episode's return so far, if that is not the sum of the rewards.
@@ -198,7 +198,7 @@ def make(env_id: str, all_infos: bool = False, **kwargs: Any) -> ExactState:
     """
     env = unwrapped(env_id, **kwargs)
     if isinstance(env.observation_space, Dict):
-        env = FlattenObservation(env)
+        env = FlattenObservation(in_alphabetical_order(env))
     box: Any = env.action_space
     if (box.low != -1).any() or (box.high != 1).any():
         one = box.dtype.type(1)  # in the box's own precision: otherwise Gymnasium warns of a lower one

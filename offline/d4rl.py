@@ -92,8 +92,8 @@ def read(source: str | Path, compat: bool = False, horizon: int | None = None) -
     `timeouts`, it also ends after `horizon` steps (default: the id's time limit). No transition joins two episodes.
 
     The step at a time-out is a transition only if the file holds its `next_observations`. Otherwise its reward still
-    counts in the episode's return. A terminal step is always a transition. If its successor is unknown, its own
-    observation takes its place, and the termination masks it.
+    counts in the return of the episode, if that has other steps. A terminal step is always a transition. If its
+    successor is unknown, its own observation takes its place, and the termination masks it.
 
     `compat`: convert the file exactly as D4RL's `qlearning_dataset` does instead. Then `next_observations` are not
     read, terminal steps lead into the next episode, and the last row is dropped.

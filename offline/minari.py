@@ -26,6 +26,7 @@ from minari.storage.remotes import DEFAULT_REMOTE
 from common.errors import InputError
 from common.messages import log
 from envs.make import register_robotics
+from envs.spaces import alphabetical
 from offline.download import locked, require_connection
 from offline.recording import Array, RawDataset, TransitionBlock, checked_attributes, nearest
 
@@ -157,7 +158,7 @@ def _recording(dataset: MinariDataset, source: str) -> RawDataset:
     def blocks() -> Iterator[TransitionBlock]:
         waiting: list[TransitionBlock] = []
         for episode in _episodes(dataset, lengths):
-            obs = _joined(obs_space, episode.observations)
+            obs = joined(obs_space, episode.observations)
             if len(obs) != len(episode.rewards) + 1:
                 raise _damaged(folder, ValueError("an episode lacks its last observation"))
             waiting.append(TransitionBlock(obs[:-1], episode.actions, episode.rewards, obs[1:], episode.terminations))
@@ -266,10 +267,17 @@ def _is_vector(space: Space[Any]) -> bool:
     return all(isinstance(entry, kinds) or _is_vector(entry) for entry in space.spaces.values())
 
 
-def _joined(space: Space[Any], values: Any) -> Array:
-    """Return observations [steps, obs_dim], with a dict's entries in its space's order."""
+def require_vectors(space: Space[Any]) -> None:
+    """Raise InputError if observations of this space cannot be read from a Minari dataset."""
+    if not _is_vector(space):
+        raise InputError(f"a Minari dataset cannot hold observations of {space}: write a file that ends in .hdf5")
+
+
+def joined(space: Space[Any], values: Any) -> Array:
+    """Return observations [steps, obs_dim], with a dict's entries in alphabetical order, as in `envs.make.make`."""
     if isinstance(space, Dict):
-        return np.concatenate([_joined(entry, values[key]) for key, entry in space.spaces.items()], axis=1)
+        entries = alphabetical(space).spaces.items()  # type: ignore[attr-defined]
+        return np.concatenate([joined(entry, values[key]) for key, entry in entries], axis=1)
     array = np.asarray(values)
     if not isinstance(space, Box):
         array = np.stack([np.asarray(flatten(space, value)) for value in array])

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,7 +30,9 @@ from common.messages import log
 from common.provenance import versions
 from envs.make import unwrapped
 from envs.settings import fits_json, require_constructor_arguments
+from envs.spaces import alphabetical
 from offline.arrays import Array, Transitions, checked, with_successors
+from offline.minari import joined, require_vectors
 from offline.recording import checked_attributes, distance_outside
 
 Infos = dict[str, Array]  # by name [2, n]: each transition's number that came with obs, and with next_obs
@@ -83,10 +84,9 @@ def write_dataset(
     data = checked(observations, actions, rewards, terminations, truncations, episode_ends, next_observations)
     low_high = {"action_low": action_low, "action_high": action_high}
     attributes = {name: end for name, end in low_high.items() if end is not None}
-    try:
-        attributes |= {"env": env, "env_kwargs": json.dumps(env_kwargs or {})} if env else {}
-    except (TypeError, ValueError) as error:
-        raise InputError(f"env_kwargs do not fit into JSON: {error}") from None
+    if not fits_json(env_kwargs):
+        raise InputError(f"env_kwargs do not fit into JSON: {env_kwargs}")
+    attributes |= {"env": env, "env_kwargs": json.dumps(env_kwargs or {})} if env else {}
     box = checked_attributes(output, attributes, data.actions.shape[1]).get("box")
     require_constructor_arguments(env_kwargs or {})
     if env_kwargs and not env:
@@ -99,6 +99,8 @@ def write_dataset(
         share = outside / len(data.rewards)
         log.warning(f"{share:.2%} of the steps have actions outside their box: they are clipped when they are loaded")
     lost = int((data.timeouts & ~data.terminations).sum()) if next_observations is None else 0
+    if lost == len(data.rewards):
+        raise InputError("no step has a successor: give next_observations, or mark the last step of each episode only")
     in_minari = output.startswith(MINARI)
     if lost:
         fate = "are left out" if in_minari else "count in the returns only"
@@ -289,8 +291,9 @@ def write_minari(
     spaces, and its whole spec is stored. A cut is stored as a truncation. An episode's `infos` begin with those of its
     reset. The recipe (JSON) is in the metadata.
 
-    Raises RunError if the dataset cannot be written.
+    Raises InputError if an observation is not in its space, and RunError if the dataset cannot be written.
     """
+    require_vectors(env.observation_space)
     folder = get_dataset_path(dataset_id)
     aside = _aside(folder)
     try:
@@ -321,10 +324,8 @@ def write_minari(
         Path(path).write_bytes(storage._file_path.getbuffer())
         storage.update_metadata({"dataset_size": storage.get_size()})
         for path in (aside / "data").iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        namespace = parse_dataset_id(dataset_id)[0]
-        if namespace and namespace not in list_local_namespaces():
+            files.sync(path)
+        if (namespace := parse_dataset_id(dataset_id)[0]) and namespace not in list_local_namespaces():
             with contextlib.suppress(ValueError):  # another process has just made it
                 create_namespace(namespace)
         aside.rename(folder)
@@ -342,8 +343,8 @@ def _whole_spec(env: gym.Env[Any, Any] | Spaces) -> EnvSpec | None:
     """
     if env.spec is None:
         return None
-    registered = gym.registry.get(env.spec.id, env.spec)
-    spec = dataclasses.replace(env.spec, disable_env_checker=registered.disable_env_checker)
+    known = gym.registry.get(env.spec.id, env.spec)
+    spec = dataclasses.replace(env.spec, disable_env_checker=known.disable_env_checker)
     module, name = (getattr(spec.entry_point, key, "") for key in ("__module__", "__qualname__"))
     found = None if module == "__main__" else getattr(sys.modules.get(module), name, None)
     if callable(found) and found is spec.entry_point:
@@ -362,8 +363,12 @@ def _whole_spec(env: gym.Env[Any, Any] | Spaces) -> EnvSpec | None:
 def _buffers(transitions: Transitions, env: gym.Env[Any, Any] | Spaces, infos: Infos) -> Iterator[EpisodeBuffer]:
     for episode in transitions.episodes():
         part = Transitions(*(values[episode] for values in transitions))
+        obs = np.concatenate([part.obs, part.next_obs[-1:]])
+        observations = _structured(alphabetical(env.observation_space), obs)
+        if not np.allclose(joined(env.observation_space, observations), obs, rtol=1e-3, atol=1e-6):  # float16 rounds
+            raise InputError("some observations are not in the environment's observation_space: leave env out")
         yield EpisodeBuffer(
-            observations=_structured(env.observation_space, np.concatenate([part.obs, part.next_obs[-1:]])),
+            observations=observations,
             actions=part.actions,
             rewards=part.rewards,
             terminations=part.terminations,

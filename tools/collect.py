@@ -37,6 +37,7 @@ from common.seeding import seeds
 from envs.make import make, make_vector, unwrapped
 from envs.settings import is_same_variant, require_constructor_arguments
 from offline.arrays import Transitions
+from offline.minari import require_vectors
 from offline.write import MINARI, Infos, reserved, write_d4rl, write_minari
 from tools.policies import Array, Policy, Trained, is_trained, load_policy, read_run, read_trained, require_source
 
@@ -102,6 +103,8 @@ def collect(args: Args) -> None:
     env_id, settings = _environment(args, run)
     make(env_id, **settings).close()  # registers it, or raises InputError
     env = unwrapped(env_id, **settings)
+    if args.output.startswith(MINARI):
+        require_vectors(env.observation_space)
     policies = [
         load_policy(source, env, seeds(args.seed, f"policy {i}", 1)[0], args.deterministic)
         for i, source in enumerate(args.policy)

@@ -109,14 +109,21 @@ def of_ogbench(args: Args, file: Archive) -> Arrays:
         rows["rewards"], rows["masks"] = ogbench.relabelled(file, goal)
     _same_length(args, rows)
     if "next_observations" in rows:
-        ends = rows["terminals"] != 0
+        ends = _marks(args, "terminals", rows["terminals"])
     else:
         is_last = ogbench.last_rows(file)
         following = np.flatnonzero(~is_last) + 1
         next_obs, ends = rows["observations"][following], is_last[following]
         rows = {name: values[~is_last] for name, values in rows.items()} | {"next_observations": next_obs}
     arrays = {name: rows[name] for name in ("observations", "actions", "rewards", "next_observations")}
-    return arrays | {"terminations": rows["masks"] == 0, "episode_ends": ends} | _unit_box(args)
+    return arrays | {"terminations": ~_marks(args, "masks", rows["masks"]), "episode_ends": ends} | _unit_box(args)
+
+
+def _marks(args: Args, name: str, values: Array) -> Array:
+    """Return where `values` are not 0. Raises InputError if one is no finite number."""
+    if values.dtype.kind not in "biuf" or not np.isfinite(values).all():
+        raise InputError(f"{args.file}: {name} has values that are not finite numbers: put a whole copy there")
+    return np.asarray(values != 0)
 
 
 def of_stable_baselines(args: Args, file: Archive) -> Arrays:
@@ -125,7 +132,7 @@ def of_stable_baselines(args: Args, file: Archive) -> Arrays:
     Source: Hill et al., `generate_expert_traj` of stable-baselines 2.10.2 (MIT).
     """
     _leave_out(args, "obs_keys")
-    ends = np.append(file["episode_starts"][1:] != 0, True)
+    ends = np.append(_marks(args, "episode_starts", file["episode_starts"])[1:], True)
     arrays = {"observations": file["obs"], "actions": file["actions"], "rewards": file["rewards"]}
     return arrays | {"episode_ends": ends, "terminations": _terminations(args, ends)}
 
@@ -200,7 +207,7 @@ def of_robomimic(args: Args, file: h5py.File) -> Arrays:
     }
     if all("next_obs" in demo for demo in demos):
         arrays["next_observations"] = _joined(demos, "next_obs", keys)
-    terminations = np.concatenate([demo["dones"][()] for demo in demos]) != 0
+    terminations = _marks(args, "dones", np.concatenate([demo["dones"][()] for demo in demos]))
     last = np.cumsum([len(demo["actions"]) for demo in demos]) - 1
     ends = np.isin(np.arange(len(terminations)), last)
     _same_length(args, arrays | {"dones": terminations, "ends": ends})

@@ -66,6 +66,8 @@ class Args:
         at_least(0, seed=self.seed)
         if not self.policies:
             raise InputError("no policy is given: give a run folder, a policy file or a name such as sac/Hopper-v4")
+        if self.csv and self.json and self.csv.resolve() == self.json.resolve():
+            raise InputError(f"--csv and --json are both {self.csv}: give two files")
 
 
 @dataclass(frozen=True)

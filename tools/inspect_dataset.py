@@ -57,6 +57,7 @@ class Args:
     """Also write all numbers to this JSON file. A number that is not finite is null there."""
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what float32 cannot hold is counted
 def facts(recording: RawDataset, reference: RawDataset | None = None, env: str | None = None) -> dict[str, Any]:
     """Return everything that is reported, as plain numbers.
 
@@ -65,14 +66,18 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
     """
     box = _box(recording, env)
     sums: dict[str, list[Array]] = {name: [] for name in ("obs", "actions", "rewards")}
+    origins: dict[str, Array] = {}
     not_finite = dict.fromkeys(TransitionBlock._fields, 0)
     outside = saturated = 0
     hashes, action_hashes, terminations = [], [], []
     for block in recording.blocks():
         for name, values in zip(TransitionBlock._fields, block, strict=True):
-            not_finite[name] += int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
+            single = values.astype(np.float32)  # as `load` reads it
+            not_finite[name] += int((~np.isfinite(single)).reshape(len(values), -1).any(1).sum())
         for name, parts in sums.items():
-            parts.append(_sums(getattr(block, name)))
+            values = getattr(block, name).reshape(len(block.rewards), -1).astype(np.float64)
+            origin = origins.setdefault(name, np.where(np.isfinite(values[0]), values[0], 0.0))
+            parts.append(_sums(values, origin))
         if box is not None:
             distance = distance_outside(block.actions, *box)
             outside += int((distance > 0).any(1).sum())
@@ -81,7 +86,7 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
         action_hashes.append(_hashes(block.actions))
         terminations.append(block.terminations > 0)
     not_finite["rewards"] = max(not_finite["rewards"], len(recording.bad_reward_rows))  # dropped ones too
-    columns = {name: _columns(parts) for name, parts in sums.items()}
+    columns = {name: _columns(parts, origins[name]) for name, parts in sums.items()}
     terminated = np.concatenate(terminations)
     episodes, ended = len(recording.ends), int(terminated[recording.ends - 1].sum())
     returns = recording.returns()
@@ -120,22 +125,24 @@ def facts(recording: RawDataset, reference: RawDataset | None = None, env: str |
     return found
 
 
-def _sums(values: Array) -> Array:
-    """Return minimum, maximum, count, sum and sum of squares of each column's finite numbers: [5, width]."""
-    values = values.reshape(len(values), -1).astype(np.float64)
+def _sums(values: Array, origin: Array) -> Array:
+    """Return minimum, maximum, count, sum and sum of squares of each column's finite numbers: [5, width].
+
+    The sums are of differences from `origin` [width]: squares of large numbers would hide a small deviation.
+    """
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf).min(0), np.where(finite, values, -np.inf).max(0)
-    values = np.where(finite, values, 0.0)
+    values = np.where(finite, values, origin) - origin
     return np.stack([low, high, finite.sum(0), values.sum(0), np.square(values).sum(0)])
 
 
-def _columns(sums: list[Array]) -> dict[str, list[float]]:
+def _columns(sums: list[Array], origin: Array) -> dict[str, list[float]]:
     """Return minimum, maximum, mean and standard deviation of each column, from the sums of all blocks."""
     low, high, count, total, squares = np.stack(sums, axis=1)  # [blocks, width] each
     count = np.maximum(count.sum(0), 1)
     mean = total.sum(0) / count
     deviation = np.sqrt(np.maximum(squares.sum(0) / count - np.square(mean), 0.0))
-    found = {"min": low.min(0), "max": high.max(0), "mean": mean, "std": deviation}
+    found = {"min": low.min(0), "max": high.max(0), "mean": mean + origin, "std": deviation}
     return {name: values.tolist() for name, values in found.items()}
 
 
@@ -275,7 +282,8 @@ def draw(returns: NDArray[np.float64], title: str, path: Path) -> None:
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.set(title=title, xlabel="return", ylabel="episodes")
+    axes.set(xlabel="return", ylabel="episodes")
+    axes.set_title(title, parse_math=False)  # a path may have two $
     returns = returns[np.isfinite(returns)]
     if len(returns):
         counts, edges = _histogram(returns)

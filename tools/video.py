@@ -27,16 +27,18 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.error import DependencyNotInstalled
+from numpy.typing import NDArray
 
 from common.arguments import at_least
 from common.command_line import command_line
-from common.errors import InputError, RunError
+from common.errors import InputError, RunError, Stopped
 from common.evaluate import MAX_EPISODE_STEPS, evaluate
 from common.files import prepare_output
 from common.messages import log, print_result
 from common.progress import Progress
 from common.seeding import seeds
 from envs.make import make
+from envs.returned import reason
 from tools.policies import load_policy, read_trained
 
 PROBE = """
@@ -145,13 +147,28 @@ def seconds_per_step(env: gym.Env[Any, Any]) -> float:
         env.step(np.zeros(env.action_space.shape or (), np.float32))
         if unwrapped.data.time > before:
             return float(unwrapped.data.time - before)
-    return action_repeat(env) * float(getattr(unwrapped, "dt", 0) or 1 / env.metadata.get("render_fps", 30))
+    return action_repeat(env) * float(getattr(unwrapped, "dt", 0) or 1 / (env.metadata.get("render_fps") or 30))
 
 
 def action_repeat(env: gym.Env[Any, Any]) -> int:
     """Return how many steps of the environment each action takes."""
     wrapped: Any = env
     return int(wrapped.get_wrapper_attr("action_repeat")) if wrapped.has_wrapper_attr("action_repeat") else 1
+
+
+def picture(env: gym.Env[Any, Any]) -> NDArray[np.uint8]:
+    """Return a frame [height, width, 3]. Raise InputError if `env` draws none, and RunError if it fails to draw."""
+    try:
+        frame: Any = env.render()
+    except (DependencyNotInstalled, InputError, RunError, MemoryError, Stopped):
+        raise
+    except Exception as error:
+        raise RunError(f"the environment failed to draw: {reason(error)}") from error
+    if not isinstance(frame, np.ndarray):
+        raise InputError("the environment draws no pictures: it gave none for render_mode rgb_array")
+    if frame.dtype != np.uint8 or frame.shape[2:] != (3,):
+        raise InputError(f"the environment draws {frame.dtype} of shape {frame.shape}, not uint8 [height, width, 3]")
+    return np.ascontiguousarray(frame)
 
 
 @contextlib.contextmanager
@@ -175,6 +192,7 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
     part = path.with_name(f"{path.stem}.part.mp4")
     part.unlink(missing_ok=True)  # a link that was put there would be followed
     writers: list[Any] = []
+    shapes: set[tuple[int, ...]] = set()
     calls = itertools.count()
     longest = (env.spec and env.spec.max_episode_steps) or MAX_EPISODE_STEPS
     actions = -(-longest // action_repeat(env)) + 1
@@ -184,15 +202,16 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
     def show() -> None:
         if next(calls) % every:
             return
-        frame: Any = env.render()
+        frame = picture(env)
+        shapes.add(frame.shape)
+        if len(shapes) > 1:
+            raise InputError(f"the environment draws pictures of several sizes, {sorted(shapes)}: a video has one")
         if not writers:
-            if not isinstance(frame, np.ndarray):
-                raise InputError("the environment draws no pictures: it gave none for render_mode rgb_array")
             size = (frame.shape[1], frame.shape[0])
             writers.append(write_frames(part, size, fps=rate / every, quality=8, macro_block_size=2))
             writers[0].send(None)
             progress.begin()
-        writers[0].send(np.ascontiguousarray(frame))
+        writers[0].send(frame)
         progress.advance(1)
 
     try:

@@ -189,6 +189,7 @@ REFUSED = [
     (edited("truncations", 3, -1), "truncations holds -1"),
     ({"truncations": None}, "give either truncations or episode_ends"),
     ({"episode_ends": np.ones(13)}, "give either truncations or episode_ends"),
+    ({"truncations": np.ones(13), "terminations": np.zeros(13), "next_observations": None}, "no step has a successor"),
     *((edited(name, 7, value), f"{name} of row 7 is not finite")
       for name in ("observations", "actions", "rewards", "next_observations") for value in (np.nan, -np.inf, 1e39)),
     ({"action_low": None}, "only one of the attributes action_low and action_high"),
@@ -204,6 +205,7 @@ REFUSED = [
     ({"env": "Pendulm-v1"}, "Did you mean Pendulum-v1"),
     ({"env": "Pendulum-v1"}, "the arrays have 3 observations and 2 actions, Pendulum-v1 has 3 and 1"),
     ({"env": "Pendulum-v1", "env_kwargs": {"g": {1}}}, "env_kwargs do not fit into JSON"),
+    ({"env": "Pendulum-v1", "env_kwargs": {"g": {1: 2}}}, "env_kwargs do not fit into JSON"),
     ({"env": "Pendulum-v1", "env_kwargs": {"seed": 1}}, "env_kwargs is .* without the keys"),
 ]  # fmt: skip
 

@@ -362,6 +362,9 @@ REFUSED: dict[str, tuple[Callable[[], Path], dict[str, Any], str]] = {
     "wrong lengths": (lambda: named(rewards=REWARDS[:8]), BOX, "rewards has 8 rows, observations has 9"),
     "not finite": (lambda: named(observations=OBS * np.nan), BOX, "observations of row 0 is not finite"),
     "OGBench --horizon": (lambda: ogbench("file"), {"horizon": 3}, "needs no --horizon: leave it out"),
+    "OGBench's NaN": (lambda: ogbench_of(masks=MASKS * np.nan), {}, "masks has values that are not finite"),
+    "OGBench's words": (lambda: ogbench_of(masks=np.full(len(MASKS), "a")), {}, "masks has values that are not finite"),
+    "a start that is NaN": (lambda: stable_baselines(np.full(9, np.nan)), {"horizon": 5}, "episode_starts has values"),
     "OGBench lengths": (lambda: ogbench_of(masks=MASKS[:8]), {}, "the arrays have different lengths"),
     "--obs-keys": (stable_baselines, {"obs_keys": ("a",)}, "needs no --obs-keys"),
 }  # fmt: skip

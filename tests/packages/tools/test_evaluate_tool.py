@@ -82,6 +82,11 @@ def test_the_step_is_that_of_the_policy_that_acted(small: Callable[..., Any], mo
     assert [row["step"] for row in main(Args((str(folder),), episodes=1))] == [80]
 
 
+def test_one_file_for_both_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--csv and --json are both .*e.out: give two files"):
+        Args(("run",), csv=tmp_path / "e.out", json=tmp_path / "." / "e.out")
+
+
 def test_the_files_come_before_the_table(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of a pipe may have gone, which ends the program."""
     folder = module("sac").train(small(total_steps=60)).folder

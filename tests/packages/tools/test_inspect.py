@@ -48,6 +48,19 @@ def test_counts(tmp_path: Path) -> None:
     assert np.allclose(found["columns"]["obs"]["min"], np.nanmin(obs[kept], axis=0))
 
 
+def test_numbers_that_are_large(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A time in seconds since 1970 hides no deviation, and what float32 cannot hold counts as not finite."""
+    random = np.random.default_rng(0)
+    obs = np.stack([1.7e9 + random.standard_normal(6), random.standard_normal(6)], axis=1)
+    obs[3, 1] = 1e300
+    found = facts(read(str(make(tmp_path / "a.hdf5", ".....t", observations=obs))))
+    assert found["transitions not finite"]["obs"] == 1
+    column = found["columns"]["obs"]
+    assert column["std"][0] == pytest.approx(obs[:, 0].std(), rel=1e-6)
+    assert column["mean"][0] == pytest.approx(obs[:, 0].mean(), rel=1e-12)
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_lost_reward_that_is_not_finite_counts(tmp_path: Path, value: float) -> None:
     """The step at a time-out is no transition here, but its reward is in the return."""
@@ -179,6 +192,7 @@ def test_a_picture_in_any_format(tmp_path: Path) -> None:
     for kind in ("png", "pdf", "svg"):
         draw(np.arange(10.0), "ten", tmp_path / f"a.{kind}")
         assert (tmp_path / f"a.{kind}").stat().st_size > 1000
+    draw(np.arange(10.0), "a path with two $: x^_$", tmp_path / "b.png")
 
 
 @pytest.mark.parametrize("flag", ["picture", "json"])

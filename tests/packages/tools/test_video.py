@@ -31,7 +31,20 @@ class Fast(Drawn):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 125}  # noqa: RUF012
 
 
+class Strange(Drawn):
+    """It draws `frames`, one after another, or raises one."""
+
+    frames: Any = iter(())
+
+    def render(self) -> Any:
+        frame = next(self.frames)
+        if isinstance(frame, Exception):
+            raise frame
+        return frame
+
+
 gym.register("Fast-v0", Fast, max_episode_steps=5)
+gym.register("Strange-v0", Strange)
 gym.register("Undrawn-v0", Undrawn)
 
 
@@ -161,6 +174,24 @@ def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, fi
     refused("no display.*make video", play=True)
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     refused("needs imageio-ffmpeg.*make video")
+
+
+BLACK = np.zeros((4, 6, 3), np.uint8)
+
+
+@pytest.mark.parametrize(("frames", "error", "named"), [
+    ([BLACK[:, :, 0]], InputError, r"draws uint8 of shape \(4, 6\), not uint8 \[height, width, 3\]"),
+    ([BLACK / 1.0], InputError, r"draws float64 of shape \(4, 6, 3\)"),
+    ([BLACK, BLACK[:2]], InputError, r"pictures of several sizes, \[\(2, 6, 3\), \(4, 6, 3\)\]"),
+    ([BLACK, ValueError("no gl")], RunError, "failed to draw: ValueError no gl$"),
+])  # fmt: skip
+def test_strange_frames_are_named(
+    frames: Any, error: Any, named: str, run: Path, film: Film, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Strange, "frames", iter(frames))
+    with pytest.raises(error, match=named):
+        watch(Args(run, env="Strange-v0"))
+    assert not list(run.glob("*.mp4"))
 
 
 def test_a_missing_pygame_is_named(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, film: Film):
