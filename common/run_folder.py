@@ -324,7 +324,7 @@ def run_config(folder: Path) -> dict[str, Any]:
     return read_config(folder, "is missing or damaged: give another --init-from")
 
 
-def warn_of(folder: Path, was: dict[str, Any], arguments: dict[str, Any]) -> None:
+def warn_of_init_from(folder: Path, was: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Warn of a run of `--init-from` that is not finished, or that had another environment or gamma.
 
     `was`: its arguments. `arguments`: those of the run that starts from it.

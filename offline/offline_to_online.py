@@ -25,7 +25,7 @@ from common.errors import InputError
 from common.messages import log
 from common.replay_buffer import Batch, ReplayBuffer, pack, random_rows
 from common.run import Run
-from common.run_folder import has_checkpoint, read_state, run_config, warn_of
+from common.run_folder import has_checkpoint, read_state, run_config, warn_of_init_from
 from envs.make import find
 from envs.rollout import Rollout, Transitions
 from envs.settings import is_plain, is_same_variant
@@ -290,7 +290,7 @@ class OfflineToOnline(checkpoint.Part):
                 f"{folder} learned from rewards {scale:g} · r {shift:+g}, this run from {own.scale:g} · r "
                 f"{own.shift:+g}: give {flags if hasattr(self.args, 'reward_scale') else 'both the same scale'}"
             )
-        warn_of(folder, was, {} if only else vars(self.args))
+        warn_of_init_from(folder, was, {} if only else vars(self.args))
         state_now = checkpoint.state_of(agent)
         if algo in from_algos:
             theirs = {name: theirs.get(name, state) for name, state in state_now.items()}

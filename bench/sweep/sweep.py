@@ -173,7 +173,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def execute(sweep: Sweep, args: Args) -> None:
-    """Run all waiting runs to their end, on Ray. A signal of STOPS stops the running ones, each with a checkpoint.
+    """Run all waiting runs to their end, on Ray. Ctrl-C, SIGTERM and SIGHUP stop them, each with a checkpoint.
 
     An InputError stops them too. Raise InputError if the file of a dataset is missing, Ray does not start, no cluster
     answers, or the nodes do not fit.
@@ -235,7 +235,7 @@ def stop_runs(sweep: Sweep, ray: Any) -> None:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Deliver a SIGTERM or SIGHUP only after the block: Ray's own handlers ignore it, abort or exit otherwise."""
+    """Deliver SIGTERM and SIGHUP only after the block: Ray's handlers ignore SIGTERM, abort or exit with 15."""
     unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
     os.register_at_fork(after_in_child=unblock)  # Ray's processes, and so the runs, would inherit the block
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})

@@ -24,7 +24,7 @@ from common.run_folder import (
     read_config,
     read_evaluations,
     read_last_evaluation,
-    warn_of,
+    warn_of_init_from,
 )
 
 HOLD = "import sys, time; from pathlib import Path; from common.run_folder import lock_of\n"
@@ -141,7 +141,7 @@ def test_the_result_has_the_step_that_the_run_reached(small):
 ])  # fmt: skip
 def test_init_from_another_task_or_gamma_is_told_of(was, here, told: str, tmp_path: Path, capsys):
     (tmp_path / "DONE").touch()
-    warn_of(tmp_path, was, here)
+    warn_of_init_from(tmp_path, was, here)
     err = capsys.readouterr().err
     assert told in err
     assert bool(err) == bool(told)
