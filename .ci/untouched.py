@@ -29,7 +29,7 @@ def runs_of_every_algorithm() -> Iterator[None]:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from conftest import ALGORITHMS, OFFLINE, arguments_of, flags, killed_at, module
 
-    from common.run import name_and_folder
+    from common.run_folder import name_and_folder
 
     made: list[Path] = []
     try:

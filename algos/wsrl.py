@@ -37,8 +37,8 @@ from common.networks import Critic, TanhGaussian, frozen, mlp, orthogonal
 from common.normalize import FixedNormalizer
 from common.optim import Adam, SoftUpdate
 from common.replay_buffer import Batch
-from common.run import Result, Run, name_and_folder, returns_result
-from common.run_folder import CONFIG, has_checkpoint, run_config
+from common.run import Result, Run, returns_result
+from common.run_folder import CONFIG, has_checkpoint, name_and_folder, run_config
 from common.schema import require
 from common.seeding import generator
 from common.updater import Metrics

@@ -16,6 +16,21 @@ MAX_EVAL_ENVS = 10  # most environments that an evaluation makes: one of OGBench
 MAX_EPISODE_STEPS = 100_000  # an episode that never ends would stall the run without a message
 
 
+class EvaluationStopped(Exception):
+    """A signal stopped the evaluation."""
+
+
+def stoppable(act: Act, signal: Callable[[], int]) -> Act:
+    """Return `act`, which raises EvaluationStopped once `signal()` is not 0."""
+
+    def act_or_stop(obs: NDArray[Any]) -> NDArray[np.float32]:
+        if signal():
+            raise EvaluationStopped
+        return act(obs)
+
+    return act_or_stop
+
+
 class Episode(NamedTuple):
     """Return, length in steps, and whether any step succeeded (None: the environment reports none).
 

@@ -62,12 +62,14 @@ class Logger:
             self._write_rows(self._evaluations, [COLUMNS])
             self._event_writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self.progress = Progress(state["step"] if state else span[0], *span)
+        # Whether the evaluation that is due at this step has been made.
+        self.is_evaluated: bool = state.get("is_evaluated", True) if state else False
         self._last_log = (time.perf_counter(), self.step)
 
     def state(self) -> dict[str, Any]:
-        """Write every row so far to the disk, and return the sizes and checksums of the files and the step."""
+        """Write every row so far to the disk, and return what a resumed run needs to know of them."""
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
-        return {"sizes": sizes, "checksums": self.checksums(), "step": self.step}
+        return {"sizes": sizes, "checksums": self.checksums(), "step": self.step, "is_evaluated": self.is_evaluated}
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of all that was written to each file, as `common.run_folder.checksum` has it."""

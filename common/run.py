@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -19,7 +18,7 @@ from common.acting import Agent, eval_policy
 from common.arguments import WITH_CUDA, OffPolicyArgs, RunArgs
 from common.cuda import device
 from common.errors import Finished, InputError, Stopped
-from common.evaluate import Act, Episode
+from common.evaluate import Act, Episode, EvaluationStopped, stoppable
 from common.launch import Launch
 from common.logger import Logger, start_wandb
 from common.messages import log
@@ -27,23 +26,13 @@ from common.onednn import keep_freed_memory, set_products
 from common.policy_file import KeptPolicies
 from common.provenance import algorithm_file, commit, hardware, sha256_of, versions
 from common.room import require_resources
-from common.run_folder import CONFIG, DONE, LOCK, is_finished, read_config, read_last_evaluation, state_path
+from common.run_folder import CONFIG, LOCK, is_finished, name_and_folder, read_config, state_path
 from common.schema import require
 from common.timings import Timings
 from common.updater import Metrics, Updater
 
 A = TypeVar("A")
 R = TypeVar("R")
-
-
-def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
-    """Return the run's name, in characters that every file system takes, and its folder.
-
-    By default the name is <algorithm>__<task>__<label>__<seed>, without a label if all flags have their defaults.
-    """
-    parts = [algo, re.sub("[^A-Za-z0-9_.-]+", "_", args.task), args.label, str(args.seed)]
-    name = args.run_name or "__".join(part for part in parts if part)
-    return name, args.run_dir or Path("runs") / name
 
 
 class Result(NamedTuple):
@@ -151,18 +140,25 @@ class Run:
         steps, flag = self._idle_steps
         if 0 < self.last_step <= steps:
             log.warning(f"nothing is learned in {self.last_step:,} environment steps: {flag} covers {steps:,}")
-        saved = self._open()
-        if saved is None:
+        if (saved := self._open()) is None:
             rollout.reset()
+        else:
+            self._restore(saved)
+        if not self.logger.is_evaluated:
             self._evaluate()
-            return
-        checkpoint.restore(agent, saved["agent"])
-        for name, part in parts.items():
+            if saved or self._signal:
+                self._save()
+        self._stop_if_asked()
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        checkpoint.restore(self._agent, saved["agent"])
+        for name, part in self._parts.items():
             part.load(self._replay, saved[name])
-        rollout.load(self._replay, saved["rollout"])
-        if not all(rollout.exact):
+        self._rollout.load(self._replay, saved["rollout"])
+        if not all(self._rollout.exact):
             self._warn_inexact()
-            checkpoint.discard_unfinished_episodes([*parts.values(), agent, *vars(agent).values()], rollout.exact)
+            holders = [*self._parts.values(), self._agent, *vars(self._agent).values()]
+            checkpoint.discard_unfinished_episodes(holders, self._rollout.exact)
 
     @property
     def _replay(self) -> Path:
@@ -198,7 +194,7 @@ class Run:
         if saved is None:  # it starts, or starts over, with what is here now
             facts = self.config | {"commit": commit(), "hardware": hardware(self.device)}
         if facts:
-            (self.folder / DONE).unlink(missing_ok=True)
+            (self.folder / run_folder.DONE).unlink(missing_ok=True)
             self._write_config(facts)
         self.logger = Logger(self.folder, self.args.span, saved and saved["logger"], wandb_run)
         self._policies.require_best()
@@ -302,6 +298,9 @@ class Run:
             self._evaluate()
         if self._due(self.args.checkpoint_every) or self._signal:
             self._save()
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self._signal:
             log.info(f"stopped at step {self.step:,}: run the same command to resume")
             self._close()
@@ -312,9 +311,15 @@ class Run:
         return self.step // every > self._previous_step // every or self.step >= self.last_step
 
     def _evaluate(self) -> None:
+        """Evaluate. This may take minutes. So a signal stops it, and `resume` repeats it."""
         policy = eval_policy(self._agent)
-        with self.logger.progress.busy("evaluating"):
-            episodes = self._rollout.evaluate(policy)
+        self.logger.is_evaluated = False
+        try:
+            with self.logger.progress.busy("evaluating"):
+                episodes = self._rollout.evaluate(stoppable(policy, lambda: self._signal))
+        except EvaluationStopped:
+            return
+        self.logger.is_evaluated = True
         self.logger.log_evaluation(episodes)
         if episodes:
             self._own_folder.require()
@@ -357,7 +362,7 @@ class Run:
 
     def _result(self) -> Result:
         step = run_folder.finished_step(self.folder, self.last_step)
-        return Result(self.folder, step, read_last_evaluation(self.folder))
+        return Result(self.folder, step, run_folder.read_last_evaluation(self.folder))
 
     def _close(self) -> None:
         """Close everything."""

@@ -61,9 +61,19 @@ CONFIG_SCHEMA: Schema = TRAINED_SCHEMA | {
 }  # fmt: skip
 STATE_SCHEMA: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
-    "logger": {"sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}},
+    "logger": {"sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}, "is_evaluated?": bool},
 }  # fmt: skip
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
+
+
+def name_and_folder(algo: str, args: RunArgs) -> tuple[str, Path]:
+    """Return the run's name, in characters that every file system takes, and its folder.
+
+    By default the name is <algorithm>__<task>__<label>__<seed>, without a label if all flags have their defaults.
+    """
+    parts = [algo, re.sub("[^A-Za-z0-9_.-]+", "_", args.task), args.label, str(args.seed)]
+    name = args.run_name or "__".join(part for part in parts if part)
+    return name, args.run_dir or Path("runs") / name
 
 
 def state_path(folder: Path) -> Path:

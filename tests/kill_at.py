@@ -4,8 +4,9 @@ Each line of its input asks for one such series, in JSON: the algorithm, its fla
 folder and the file to which it prints. It answers with the series' exit status: 1 if a training does not end as its
 place asks. Each training is a process of its own; all of them share the seconds of imports.
 
-("Ctrl-C", n) is a SIGINT at the n-th report, which must end the training with 130. ("any", n) is n kills at random
-instants, after which it prints the steps of the checkpoints. ("end", 1) lets the training run to its end.
+("Ctrl-C", n) is a SIGINT at the n-th report, and ("Ctrl-C in evaluation", n) one in the n-th evaluation. Both must end
+the training with 130. ("any", n) is n kills at random instants, after which it prints the steps of the checkpoints.
+("end", 1) lets the training run to its end.
 """
 
 import importlib
@@ -43,9 +44,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),
     "Ctrl-C": (common.run.Run, "report"),
+    "Ctrl-C in evaluation": (envs.rollout, "evaluate"),
 }
 os.fsync = lambda file: None  # the kernel keeps what a killed process wrote
-STATUS = {"end": 0, "Ctrl-C": 130}  # of a training that no SIGKILL ends
+STATUS = {"end": 0, "Ctrl-C": 130, "Ctrl-C in evaluation": 130}  # of a training that no SIGKILL ends
 
 
 def kill_at(place: str, n: int) -> None:
@@ -57,7 +59,7 @@ def kill_at(place: str, n: int) -> None:
         nonlocal reached
         reached += 1
         if reached == n:
-            os.kill(os.getpid(), signal.SIGINT if place == "Ctrl-C" else signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGINT if place.startswith("Ctrl-C") else signal.SIGKILL)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)

@@ -76,7 +76,7 @@ def assert_kills_change_nothing(
 def test_kills_in_every_place_and_at_random_instants(
     algo: str, tmp_path: Path, env: str, num_envs: int, vectorizer: str, capsys: pytest.CaptureFixture[str]
 ):
-    """One run: killed in each place in turn, stopped by Ctrl-C, and killed at random, by SIGKILL.
+    """One run: killed in each place in turn, stopped by Ctrl-C, in its first evaluation too, and killed at random.
 
     SAC and WSRL are killed at every write of a checkpoint, and 8 times at random. Others, and SAC with one environment
     or with `async`, are killed at one write, and twice at random. The logs have each step once.
@@ -107,10 +107,15 @@ def test_kills_in_every_place_and_at_random_instants(
         )
     if not any(isinstance(value, Adam) for value in vars(agent_of(algo)).values()):
         places = [(place, n) for place, n in places if place != "update"]  # which is a call of Adam
-    places = [("any", kills), *places, ("Ctrl-C", 10), ("any", kills)]
+    in_evaluation = ("Ctrl-C in evaluation", 1)
+    places = [in_evaluation, ("any", kills), *places, in_evaluation, ("Ctrl-C", 10), ("any", kills)]
     said = assert_kills_change_nothing(algo, arguments, places, tmp_path)
-    (stopped,) = re.findall(r"stopped at (step \S+): run the same command to resume", said)
-    assert f"resumes from {stopped}" in said.split("stopped at")[1]
+    parts = re.split(r"stopped at (step \S+): run the same command to resume", said)
+    assert len(parts) == 7
+    assert parts[1] == f"step {-arguments.get('offline_steps', 0)}"
+    assert ": return " not in parts[0]  # the first evaluation had no result
+    for stopped, then in zip(parts[1::2], parts[2::2], strict=True):
+        assert f"resumes from {stopped}," in then
     rows = [line.split(",")[:2] for line in (tmp_path / "killed" / "metrics.csv").read_text().splitlines()[1:]]
     assert len(rows) == len({tuple(row) for row in rows})
     counts = [line for line in said.splitlines() if line.startswith("killed at random")]

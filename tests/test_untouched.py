@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, module
 
-from common.run import name_and_folder
+from common.run_folder import name_and_folder
 
 run_untouched = runpy.run_path(str(ROOT / ".ci" / "untouched.py"))["run_untouched"]
 

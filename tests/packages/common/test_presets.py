@@ -17,7 +17,7 @@ from conftest import ALGORITHMS, OFFLINE, PENDULUM, ROOT, command, every_algorit
 from algos.sac import Args
 from common.command_line import parse
 from common.errors import InputError
-from common.run import name_and_folder
+from common.run_folder import name_and_folder
 from offline.offline_to_online import with_presets
 from tools import policies
 

@@ -11,7 +11,7 @@ from conftest import OFFLINE, PENDULUM, every_algorithm, module
 
 from common.arguments import LONGEST_LABEL, MAY_DIFFER
 from common.errors import InputError
-from common.run import name_and_folder
+from common.run_folder import name_and_folder
 from offline.offline_to_online import with_presets
 
 
