@@ -74,7 +74,7 @@ class Args(OfflineArgs):
     hidden: tuple[int, ...] = BY_DOMAIN
     """Widths of the critics' hidden layers."""
     critics: int = 10
-    """Number of critics. Two of them are drawn for a target, and two for the conservative term."""
+    """Number of critics. With cal-ql, two of them are drawn for a target, and two for the conservative term."""
     bins: int = 128
     """Number of bins of the critics' histograms."""
     q_min: OptionalNumber = None
@@ -259,14 +259,15 @@ class PARL:
         return loss, metrics | {"charts/clamped": is_clamped.float()}
 
     @torch.no_grad()
-    def target_values(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Return min_i Q̄_i(s, a) over two target critics: [batch]."""
-        return self.support.mean(self.target_critic(obs, actions, self.pair())).amin(0)
+    def target_values(self, obs: Tensor, actions: Tensor, members: Tensor | None = None) -> Tensor:
+        """Return min_i Q̄_i(s, a) over all target critics, or over those numbered `members`: [batch]."""
+        return self.support.mean(self.target_critic(obs, actions, members)).amin(0)
 
     def cal_ql_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy, with V' = min_i Q̄_i(s', OPT(s')), plus the conservative term."""
         next_actions = self.choose(*self.improve(batch.next_obs, self.generator))
-        cross_entropy, metrics = self.cross_entropy(batch, self.target_values(batch.next_obs, next_actions))
+        next_values = self.target_values(batch.next_obs, next_actions, self.pair())
+        cross_entropy, metrics = self.cross_entropy(batch, next_values)
         term = self.conservative_term(batch, next_actions)
         loss = cross_entropy + self.args.cql_weight * term.mean()
         return loss, metrics | {"losses/critic": loss.detach(), "losses/conservative": term.detach()}
