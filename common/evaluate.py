@@ -17,7 +17,7 @@ MAX_EPISODE_STEPS = 100_000  # an episode that never ends would stall the run wi
 
 
 class EvaluationStopped(Exception):
-    """A signal stopped the evaluation."""
+    """A signal stopped the evaluation before its end. It has no result."""
 
 
 def stoppable(act: Act, signal: Callable[[], int]) -> Act:

@@ -35,7 +35,7 @@ METRICS = ("step", "name", "value")  # one row per number: a metric that first a
 class Logger:
     """The logs of one run: `metrics.csv`, `evaluations.csv` and a TensorBoard event file in its folder.
 
-    All three are append-only. `state()` holds their sizes and checksums. Resuming cuts them back to the sizes in the
+    All three are append-only. `state()` contains their sizes and checksums. Resuming cuts them back to the sizes in the
     checkpoint, and refuses a file whose content differs.
     """
 
@@ -62,14 +62,18 @@ class Logger:
             self._write_rows(self._evaluations, [COLUMNS])
             self._event_writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self.progress = Progress(state["step"] if state else span[0], *span)
-        # Whether the evaluation that is due at this step has been made.
+        # False if a signal stopped this step's evaluation, or if a new run has not made its first one.
         self.is_evaluated: bool = state.get("is_evaluated", True) if state else False
+        # The values of this step. W&B takes them once, so they wait for those of a stopped evaluation.
+        self._tracked: dict[str, float] = dict(state.get("tracked", {})) if state else {}
         self._last_log = (time.perf_counter(), self.step)
 
     def state(self) -> dict[str, Any]:
-        """Write every row so far to the disk, and return what a resumed run needs to know of them."""
+        """Write every row so far to the disk, and return what the constructor takes to resume."""
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
-        return {"sizes": sizes, "checksums": self.checksums(), "step": self.step, "is_evaluated": self.is_evaluated}
+        tracked = {} if self.is_evaluated else self._tracked
+        state = {"sizes": sizes, "checksums": self.checksums(), "step": self.step}
+        return state | {"is_evaluated": self.is_evaluated, "tracked": tracked}
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of all that was written to each file, as `common.run_folder.checksum` has it."""
@@ -81,6 +85,7 @@ class Logger:
 
     def advance(self, steps: int) -> None:
         """Count steps, and show the progress."""
+        self._track()
         self.progress.advance(steps)
 
     def log(self, metrics: Mapping[str, Tensor | float]) -> None:
@@ -128,7 +133,15 @@ class Logger:
         self.progress.close()
         for rows in (self._metrics, self._evaluations, self._events):
             rows.file.close()
+        if self.is_evaluated:
+            self._track()
         self._end_tracking(0)
+
+    def _track(self) -> None:
+        """Send the values of this step to Weights & Biases, which accepts no negative steps."""
+        if self._tracked and self.wandb_run is not None:
+            self.wandb_run.log(self._tracked, step=self.step - self.first_step)
+        self._tracked = {}
 
     def _end_tracking(self, exit_code: int = 1) -> None:
         """End the Weights & Biases run, as a failed one by default, so that the next one does not log to it."""
@@ -143,7 +156,7 @@ class Logger:
         self._event_writer.write(event.SerializeToString())
         self._events.file.flush()
         if self.wandb_run is not None:
-            self.wandb_run.log(values, step=self.step - self.first_step)  # W&B accepts no negative steps
+            self._tracked = self._tracked | values
 
     @staticmethod
     def _write_rows(log: "_AppendedFile", rows: list[tuple[Any, ...]]) -> None:

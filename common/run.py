@@ -127,7 +127,8 @@ class Run:
     def resume(self, agent: Agent, rollout: Environments, **parts: checkpoint.Part) -> None:
         """Restore everything from the last checkpoint, or make the folder, reset the environments and evaluate.
 
-        Give every part of the run that has state here. `report` saves the same parts under the same names.
+        Give every part of the run that has state here. `report` saves the same parts under the same names. An
+        evaluation that a signal stopped is repeated. After a signal, write a checkpoint and exit.
         Raises InputError if the folder cannot be written, or if the checkpoint is damaged or has other parts.
         """
         if getattr(self.args, "normalize_obs", False) and not hasattr(agent, "obs_normalizer"):
@@ -146,9 +147,7 @@ class Run:
             self._restore(saved)
         if not self.logger.is_evaluated:
             self._evaluate()
-            if saved or self._signal:
-                self._save()
-        self._stop_if_asked()
+            self._checkpoint(is_due=saved is not None)
 
     def _restore(self, saved: dict[str, Any]) -> None:
         checkpoint.restore(self._agent, saved["agent"])
@@ -190,9 +189,8 @@ class Run:
         note = self.launch.prepare()
         self.config["versions"] |= self.launch.versions
         wandb_run = start_wandb(self.name, self.folder, self.config) if self.args.track else None
-        facts = self._grown
-        if saved is None:  # it starts, or starts over, with what is here now
-            facts = self.config | {"commit": commit(), "hardware": hardware(self.device)}
+        # A run that starts, or starts over, has what is here now.
+        facts = self._grown if saved else self.config | {"commit": commit(), "hardware": hardware(self.device)}
         if facts:
             (self.folder / run_folder.DONE).unlink(missing_ok=True)
             self._write_config(facts)
@@ -296,28 +294,31 @@ class Run:
         switch = self.args.switch_step
         if self._due(self.args.eval_every) or (switch is not None and 0 <= self.step - switch <= self.args.num_envs):
             self._evaluate()
-        if self._due(self.args.checkpoint_every) or self._signal:
-            self._save()
-        self._stop_if_asked()
+        self._checkpoint(is_due=self._due(self.args.checkpoint_every))
 
-    def _stop_if_asked(self) -> None:
-        if self._signal:
+    def _checkpoint(self, is_due: bool) -> None:
+        """Write a checkpoint if it is due. After a signal, write one and exit."""
+        number = self._signal  # once, because a signal may come at any time
+        if is_due or number:
+            self._save()
+        if number:
             log.info(f"stopped at step {self.step:,}: run the same command to resume")
             self._close()
-            raise SystemExit(128 + self._signal)
+            raise SystemExit(128 + number)
 
     def _due(self, every: int) -> bool:
         """Return whether this iteration reached a multiple of `every`, or the end."""
         return self.step // every > self._previous_step // every or self.step >= self.last_step
 
     def _evaluate(self) -> None:
-        """Evaluate. This may take minutes. So a signal stops it, and `resume` repeats it."""
-        policy = eval_policy(self._agent)
+        """Evaluate, log the result and keep the policy. A signal stops the evaluation, and `resume` repeats it."""
+        policy, before = eval_policy(self._agent), self._agent.generator.get_state()
         self.logger.is_evaluated = False
         try:
             with self.logger.progress.busy("evaluating"):
                 episodes = self._rollout.evaluate(stoppable(policy, lambda: self._signal))
         except EvaluationStopped:
+            self._agent.generator.set_state(before)
             return
         self.logger.is_evaluated = True
         self.logger.log_evaluation(episodes)
@@ -365,7 +366,6 @@ class Run:
         return Result(self.folder, step, run_folder.read_last_evaluation(self.folder))
 
     def _close(self) -> None:
-        """Close everything."""
         self._rollout.close()
         self.logger.close()
         self._own_folder.release()

@@ -1,4 +1,4 @@
-"""A run folder: its files, how each is read, and the lock that keeps a second process out."""
+"""A run folder: its name and files, how each is read, and the lock that keeps a second process out."""
 
 import contextlib
 import csv
@@ -61,7 +61,10 @@ CONFIG_SCHEMA: Schema = TRAINED_SCHEMA | {
 }  # fmt: skip
 STATE_SCHEMA: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
-    "logger": {"sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}, "is_evaluated?": bool},
+    "logger": {
+        "sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}, "is_evaluated?": bool,
+        "tracked?": {str: float},
+    },
 }  # fmt: skip
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step
 

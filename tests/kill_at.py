@@ -4,12 +4,13 @@ Each line of its input asks for one such series, in JSON: the algorithm, its fla
 folder and the file to which it prints. It answers with the series' exit status: 1 if a training does not end as its
 place asks. Each training is a process of its own; all of them share the seconds of imports.
 
-("Ctrl-C", n) is a SIGINT at the n-th report, and ("Ctrl-C in evaluation", n) one in the n-th evaluation. Both must end
-the training with 130. ("any", n) is n kills at random instants, after which it prints the steps of the checkpoints.
-("end", 1) lets the training run to its end.
+("Ctrl-C", n) is a SIGINT at the n-th report, and ("Ctrl-C in evaluation", n) one at the third action of the n-th
+evaluation. Both must end the training with 130. ("any", n) is n kills at random instants, after which it prints the
+steps of the checkpoints. ("end", 1) lets the training run to its end.
 """
 
 import importlib
+import itertools
 import json
 import os
 import random
@@ -44,7 +45,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),
     "rename": (Path, "replace"),
     "Ctrl-C": (common.run.Run, "report"),
-    "Ctrl-C in evaluation": (envs.rollout, "evaluate"),
+    "Ctrl-C in evaluation": (common.run, "eval_policy"),
 }
 os.fsync = lambda file: None  # the kernel keeps what a killed process wrote
 STATUS = {"end": 0, "Ctrl-C": 130, "Ctrl-C in evaluation": 130}  # of a training that no SIGKILL ends
@@ -58,11 +59,25 @@ def kill_at(place: str, n: int) -> None:
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal reached
         reached += 1
+        if reached == n and place == "Ctrl-C in evaluation":
+            return interrupted(original(*args, **kwargs))
         if reached == n:
-            os.kill(os.getpid(), signal.SIGINT if place.startswith("Ctrl-C") else signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGINT if place == "Ctrl-C" else signal.SIGKILL)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
+
+
+def interrupted(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The policy, with a SIGINT to this process at its third call."""
+    calls = itertools.count(1)
+
+    def act(obs: Any) -> Any:
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return policy(obs)
+
+    return act
 
 
 def start(algorithm: ModuleType, place: str = "", n: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import (
     ALGORITHMS,
     EVERYTHING,
@@ -39,6 +41,7 @@ from conftest import (
     with_flag,
 )
 
+import common.run
 from common import checkpoint
 from common.errors import InputError, RunError
 from common.onednn import MIN_ONEDNN_MULTIPLICATIONS
@@ -76,7 +79,9 @@ def assert_kills_change_nothing(
 def test_kills_in_every_place_and_at_random_instants(
     algo: str, tmp_path: Path, env: str, num_envs: int, vectorizer: str, capsys: pytest.CaptureFixture[str]
 ):
-    """One run: killed in each place in turn, stopped by Ctrl-C, in its first evaluation too, and killed at random.
+    """One run: killed in each place in turn, stopped by Ctrl-C, also in evaluations, and killed at random.
+
+    Ctrl-C in an evaluation stops at once. The resumed run repeats the evaluation, and is killed in it too.
 
     SAC and WSRL are killed at every write of a checkpoint, and 8 times at random. Others, and SAC with one environment
     or with `async`, are killed at one write, and twice at random. The logs have each step once.
@@ -107,15 +112,17 @@ def test_kills_in_every_place_and_at_random_instants(
         )
     if not any(isinstance(value, Adam) for value in vars(agent_of(algo)).values()):
         places = [(place, n) for place, n in places if place != "update"]  # which is a call of Adam
-    in_evaluation = ("Ctrl-C in evaluation", 1)
-    places = [in_evaluation, ("any", kills), *places, in_evaluation, ("Ctrl-C", 10), ("any", kills)]
+    stopped = ("Ctrl-C in evaluation", 1)
+    places = [("evaluation", 1), stopped, ("evaluation", 1), stopped, ("any", kills), *places, stopped, ("Ctrl-C", 10),
+              ("any", kills)]  # fmt: skip
     said = assert_kills_change_nothing(algo, arguments, places, tmp_path)
     parts = re.split(r"stopped at (step \S+): run the same command to resume", said)
-    assert len(parts) == 7
-    assert parts[1] == f"step {-arguments.get('offline_steps', 0)}"
-    assert ": return " not in parts[0]  # the first evaluation had no result
-    for stopped, then in zip(parts[1::2], parts[2::2], strict=True):
-        assert f"resumes from {stopped}," in then
+    steps, between = parts[1::2], parts[::2]
+    assert len(steps) == 4
+    assert steps[:2] == 2 * [f"step {-arguments.get('offline_steps', 0)}"]
+    for step, before, after in zip(steps, between[:-1], between[1:], strict=True):
+        assert before.endswith("(a second signal stops at once)\n")  # no result of an evaluation follows
+        assert f"resumes from {step}," in after
     rows = [line.split(",")[:2] for line in (tmp_path / "killed" / "metrics.csv").read_text().splitlines()[1:]]
     assert len(rows) == len({tuple(row) for row in rows})
     counts = [line for line in said.splitlines() if line.startswith("killed at random")]
@@ -220,6 +227,46 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
     assert result.returncode == 0
     assert "resumes from step" in result.stderr
     assert_same_folder(tmp_path / "stopped", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("algo", some(EXAMPLE, *OFFLINE[:1]))
+def test_a_signal_in_each_evaluation(algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The last one and that at the switch too. A longer run continues from there, and repeats none again.
+
+    The policy draws from the agent's generator, which updates share.
+    """
+    train, original, size = module(algo).train, common.run.eval_policy, {"eval_episodes": 1, "eval_every": 50}
+    whole, stopped = (
+        module(algo).Args(**arguments_of(algo, size | {"run_dir": tmp_path / name})) for name in ("whole", "stopped")
+    )
+    number, stop_at = 0, 0
+
+    def eval_policy(agent: Any) -> Any:
+        nonlocal number
+        number += 1
+        policy, is_stopped, calls = original(agent), number == stop_at, itertools.count(1)
+
+        def act(obs: Any) -> Any:
+            torch.rand(1, generator=agent.generator)
+            if is_stopped and next(calls) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return policy(obs)
+
+        return act
+
+    monkeypatch.setattr(common.run, "eval_policy", eval_policy)
+    train(whole)
+    for nth in [1] + [2] * (number - 1):  # each but the first process repeats an evaluation
+        number, stop_at = 0, nth
+        with pytest.raises(SystemExit, match="130"):
+            train(stopped)
+    stop_at = 0
+    train(stopped)
+    assert_same_folder(stopped.run_dir, whole.run_dir)
+    name = "online_steps" if algo in OFFLINE else "total_steps"
+    for args in (whole, stopped):
+        train(replace(args, **{name: getattr(args, name) + 50}))
+    assert_same_folder(stopped.run_dir, whole.run_dir)
 
 
 def test_a_closed_terminal_saves_a_checkpoint_that_the_command_resumes(tmp_path: Path):

@@ -60,7 +60,7 @@ def _content(path: Path) -> Any:
         return [(each.step, each.file_version) for each in events], values
     if path.name == "state.pt":
         state = checkpoint.load(path)
-        return state | {"logger": state["logger"]["step"]}
+        return state | {"logger": (state["logger"]["step"], state["logger"].get("is_evaluated", True))}
     return path.read_bytes()
 
 

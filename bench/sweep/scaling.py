@@ -155,6 +155,8 @@ def write(path: Path, runs: Runs) -> None:
 
 def steps_to(curve: Curve, wanted: float) -> float:
     """Return the first step at which the best non-decreasing fit of the curve reaches `wanted`, or infinity."""
+    if not curve:  # a run that stopped in its first evaluation
+        return math.inf
     steps = sorted(curve)
     fit = isotonic_regression([curve[step] for step in steps]).x
     return next((float(step) for step, value in zip(steps, fit, strict=True) if value >= wanted), math.inf)

@@ -120,12 +120,38 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     assert (calls[0].pop("project"), calls[1].pop("project")) == ("onramp", "mine")
     assert calls[0] == calls[1]  # the same id after a resume
     assert calls[0]["group"] == "sac__Hopper-v4"
+    logger.is_evaluated = True
     logger.advance(3)
     logger.log({"a": 1.0})
-    assert calls[2][0] == 3
-    assert calls[2][1]["a"] == 1.0
+    logger.log_evaluation([Episode(2.0, 1, None)])
+    assert len(calls) == 2  # a step is sent once, when it ends
+    logger.advance(1)
+    step, values = calls.pop()
+    assert (step, values["a"], values["eval/return"]) == (3, 1.0, 2.0)
+    logger.log({"a": 4.0})
     logger.close()
-    assert calls[3:] == [0]
+    assert [(step, values["a"]) for step, values in calls[2:-1]] == [(4, 4.0)]
+    assert calls[-1] == 0
+
+
+def test_weights_and_biases_gets_a_step_once_if_its_evaluation_was_stopped(tmp_path: Path):
+    """It ignores a second row of a step. So the first process sends none, and the resumed one sends all values."""
+    calls: list[Any] = []
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: None)
+    logger = Logger(tmp_path, (0, 100), None, run)
+    logger.advance(3)
+    logger.log({"a": 1.0})
+    state = logger.state()
+    logger.close()
+    assert calls == []
+    logger = Logger(tmp_path, (0, 100), state, run)
+    assert not logger.is_evaluated
+    logger.log_evaluation([Episode(2.0, 1, None)])
+    logger.is_evaluated = True
+    assert logger.state()["tracked"] == {}
+    logger.close()
+    ((step, values),) = calls
+    assert (step, values["a"], values["eval/return"]) == (3, 1.0, 2.0)
 
 
 def test_weights_and_biases_ends_with_a_failed_run(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
