@@ -96,12 +96,15 @@ GIANT = OGBENCH | {"alpha": 10.0, "q_aggregation": "min", "gamma": 0.995}
 ANTMAZE = OGBENCH | {"offline_steps": 500_000, "alpha": 10.0, "reward_shift": -1.0}
 ADROIT = OGBENCH | {"offline_steps": 500_000, "alpha": 3e4, "q_aggregation": "min"}
 UNTUNED = OGBENCH | {"alpha": 1.0, "normalize_q": True}  # ours, for domains without a published value
-PRESETS: dict[str, dict[str, Any]] = {  # the authors' commands; docs/fql.md names the tasks that are extrapolated
+PRESETS: dict[str, dict[str, Any]] = {  # the authors'; docs/fql.md names the tasks of others and the extrapolated ones
     "locomotion": UNTUNED,
     "adroit-binary": UNTUNED,
     "ogbench": UNTUNED,
+    "cube-[tq]*singletask*": OGBENCH | {"alpha": 100.0},  # triple, quadruple
     "cube-*singletask*": OGBENCH,
     "scene-*singletask*": OGBENCH,
+    "puzzle-3x3-*sparse-singletask*": OGBENCH,
+    "puzzle-4x4-*sparse-singletask*": OGBENCH | {"alpha": 1.0},
     "puzzle-*singletask*": OGBENCH | {"alpha": 1000.0},
     "antmaze-large-navigate-*singletask*": GIANT | {"gamma": 0.99},
     "antmaze-giant-navigate-*singletask*": GIANT,

@@ -190,11 +190,16 @@ def test_actions_are_clipped_samples_and_evaluations_have_noise_of_their_own() -
 
 @pytest.mark.parametrize(
     ("dataset", "online_steps", "expected"),
-    [  # α, aggregation, γ, offline steps, reward shift: the authors' commands
+    [  # α, aggregation, γ, offline steps, reward shift: commands of the authors, QC's and QAM's
         ("cube-single-play-singletask-task2-v0", 0, (300, "mean", 0.99, 1_000_000, 0)),
         ("cube-double-play-singletask-v0", 1, (300, "mean", 0.99, 1_000_000, 0)),
         ("scene-play-singletask-task1-v0", 0, (300, "mean", 0.99, 1_000_000, 0)),
         ("puzzle-3x3-play-singletask-task4-v0", 0, (1000, "mean", 0.99, 1_000_000, 0)),
+        ("puzzle-3x3-play-sparse-singletask-task1-v0", 0, (300, "mean", 0.99, 1_000_000, 0)),
+        ("puzzle-4x4-play-sparse-singletask-v0", 0, (1, "mean", 0.99, 1_000_000, 0)),
+        ("puzzle-4x4-play-singletask-v0", 0, (1000, "mean", 0.99, 1_000_000, 0)),
+        ("cube-triple-play-singletask-v0", 0, (100, "mean", 0.99, 1_000_000, 0)),
+        ("cube-quadruple-play-singletask-v0", 1, (100, "mean", 0.99, 1_000_000, 0)),
         ("antmaze-large-navigate-singletask-task1-v0", 0, (10, "min", 0.99, 1_000_000, 0)),
         ("antmaze-giant-navigate-singletask-v0", 0, (10, "min", 0.995, 1_000_000, 0)),
         ("humanoidmaze-medium-navigate-singletask-v0", 0, (30, "mean", 0.995, 1_000_000, 0)),
