@@ -66,17 +66,13 @@ class Histogram(nn.Module):
 class HLGauss(Histogram):
     """On [low, high]. A return's label is a normal distribution around it, σ = 0.75 ς."""
 
-    def __init__(self, bins: int, smoothing: float = 0.75) -> None:
-        super().__init__(bins)
-        self.smoothing = smoothing
-
     def labels(self, returns: Tensor) -> Tensor:
         """Return the share of each bin [..., bins] for returns [...], which are clamped to the range.
 
         The normal distribution is cut off at the ends of the range.
         """
         returns = returns.clamp(self.edges[0], self.edges[-1]).unsqueeze(-1)
-        below: Tensor = torch.special.ndtr((self.edges - returns) / (self.smoothing * (self.edges[1] - self.edges[0])))
+        below: Tensor = torch.special.ndtr((self.edges - returns) / (0.75 * (self.edges[1] - self.edges[0])))
         return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
 
     def loss(self, logits: Tensor, returns: Tensor) -> Tensor:

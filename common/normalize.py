@@ -5,6 +5,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+EPSILON = 1e-3  # added to a fixed deviation
+CLIP = 10.0  # of scaled rewards
+
 
 class RunningNormalizer(nn.Module):
     """Normalises to mean 0 and variance 1 of all values that `update` got, and clips.
@@ -49,7 +52,7 @@ class RunningNormalizer(nn.Module):
 
 
 class FixedNormalizer(nn.Module):
-    """Normalises to (values - mean) / (deviation + epsilon) by statistics that are set once.
+    """Normalises to (values - mean) / (deviation + EPSILON) by statistics that are set once.
 
     Until they are set, values stay unchanged. The statistics are buffers, so a checkpoint holds them. Nothing is
     clipped.
@@ -58,9 +61,8 @@ class FixedNormalizer(nn.Module):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, dim: int, epsilon: float = 1e-3) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.epsilon = epsilon
         self.register_buffer("mean", torch.zeros(dim))
         self.register_buffer("scale", torch.ones(dim))
 
@@ -71,7 +73,7 @@ class FixedNormalizer(nn.Module):
     def set_statistics(self, mean: NDArray[np.float32], deviation: NDArray[np.float32]) -> None:
         """Set mean and standard deviation, [dim] each."""
         self.mean.copy_(torch.from_numpy(mean))
-        self.scale.copy_(torch.from_numpy(deviation) + self.epsilon)
+        self.scale.copy_(torch.from_numpy(deviation) + EPSILON)
 
 
 class _DiscountedSums(nn.Module):
@@ -95,10 +97,6 @@ class RewardScaler(_DiscountedSums):
     Source: "The 37 Implementation Details of PPO" (Huang et al. 2022), continuous control, details 8 and 9.
     """
 
-    def __init__(self, num_envs: int, gamma: float, clip: float = 10.0) -> None:
-        super().__init__(num_envs, gamma)
-        self.clip = clip
-
     def forward(self, rewards: NDArray[np.float32], dones: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Add a rollout's rewards [steps, num_envs] to the statistics and return them scaled; `dones` reset sums."""
         sums, seen = self.sums.cpu().numpy(), np.empty(rewards.shape)
@@ -108,7 +106,7 @@ class RewardScaler(_DiscountedSums):
         self.sums.copy_(torch.from_numpy(sums))
         self.normalizer.update(torch.from_numpy(seen).to(self.sums.device))
         scale = self.normalizer.scale.cpu().numpy()
-        scaled: NDArray[np.float32] = (rewards * scale).clip(-self.clip, self.clip).astype(np.float32)
+        scaled: NDArray[np.float32] = (rewards * scale).clip(-CLIP, CLIP).astype(np.float32)
         return scaled
 
     @torch.no_grad()
@@ -117,7 +115,7 @@ class RewardScaler(_DiscountedSums):
         sums = self.gamma * self.sums + rewards
         self.normalizer.update(sums)
         self.sums.copy_(torch.where(dones, 0.0, sums))
-        return (rewards * self.normalizer.scale).clamp(-self.clip, self.clip)
+        return (rewards * self.normalizer.scale).clamp(-CLIP, CLIP)
 
 
 class ReturnScaler(_DiscountedSums):

@@ -272,6 +272,8 @@ def _recording(layout: _Layout, source: str, entry: Entry | None, compat: bool, 
             step = layout.block_rows()
             for first in range(0, layout.rows, step):
                 rows = slice(first, min(first + step, layout.rows))
+                if not keep[rows].any():
+                    continue
                 block = _block(layout, rows.start, rows.stop, next_known, None if compat else ends[rows])
                 block = block._replace(terminations=block.terminations | (block.rewards == complete))
                 yield block if keep[rows].all() else TransitionBlock(*(part[keep[rows]] for part in block))

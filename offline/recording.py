@@ -187,8 +187,10 @@ def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim
         found["box"] = _box(source, found.pop("action_low"), found.pop("action_high"), action_dim)
     if "ref_min_score" in found:
         found["reference"] = low, high = float(found.pop("ref_min_score")), float(found.pop("ref_max_score"))
-        if low == high:
-            raise InputError(f"{source}: ref_min_score and ref_max_score are both {low:g}: they must differ")
+        if low >= high:
+            raise InputError(
+                f"{source}: ref_min_score is {low:g} and ref_max_score {high:g}: give the smaller one first"
+            )
     return found
 
 

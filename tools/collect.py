@@ -272,7 +272,8 @@ def _replayed(run: Trained, env: gym.Env[Any, Any]) -> tuple[Transitions, Infos]
     # With returns-to-go (Cal-QL) the buffer holds whole episodes in sequence, else a step of each environment in turn.
     whole = not starts and len(data["buffer"]["widths"]) > len(ReplayBuffer(1, obs_dim, action_dim).widths)
     num_envs = 1 if whole else int(run.arguments["num_envs"])
-    buffer = ReplayBuffer(int(run.arguments["buffer_size"]), obs_dim, action_dim, returns_to_go=whole, starts=starts)
+    size = min(int(run.arguments["buffer_size"]), max(1, int(data["buffer"]["added"])))
+    buffer = ReplayBuffer(size, obs_dim, action_dim, returns_to_go=whole, starts=starts)
     buffer.load(run.path / "checkpoint" / "replay", data["buffer"])
     if not len(buffer):
         raise InputError(f"{run.path} has an empty replay buffer: give a run with online steps")

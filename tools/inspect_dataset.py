@@ -319,6 +319,8 @@ def main(args: Args) -> None:
     """
     if args.picture is not None and args.picture.suffix not in ("", ".png", ".pdf", ".svg"):
         raise InputError(f"--picture {args.picture}: give a file that ends in .png, .pdf or .svg")
+    if args.json is not None and args.json == args.picture:
+        raise InputError(f"--json and --picture are both {args.json}: give two files")
     for flag, path in (("--picture", args.picture), ("--json", args.json)):
         if path is not None:
             prepare_output(path, flag)

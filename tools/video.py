@@ -92,12 +92,18 @@ def watch(args: Args) -> None:
     torch.set_num_threads(1)
     run = read_trained(args.policy)
     env_id, settings = run.environment(args.env, args.env_kwargs, may_differ=True)
+    no_renderer = None
+    if not args.play:
+        try:
+            choose_renderer()  # before `make`: mujoco.Renderer's is fixed when MuJoCo is imported
+        except InputError as error:
+            no_renderer = error
     try:
         env = make(env_id, **settings | {"render_mode": None if args.play else "rgb_array"})
-    except InputError:
-        if not args.play and "MUJOCO_GL" in os.environ:
-            choose_renderer()  # which says so if that is the reason
-        raise
+    except InputError as error:
+        raise (no_renderer if no_renderer and "MUJOCO_GL" in os.environ else error) from None
+    if no_renderer and _is_mujoco(env):
+        raise no_renderer
     if args.play and not _is_mujoco(env):
         env = make(env_id, **settings | {"render_mode": "human"})
     output = args.output or run.output("video.mp4", env_id)
@@ -185,7 +191,6 @@ def mp4(env: gym.Env[Any, Any], path: Path, episodes: int) -> Iterator[Show]:
             "an mp4 needs imageio-ffmpeg, which `make video` installs: pip install -e '.[video]'"
         ) from None
     if _is_mujoco(env):
-        choose_renderer()
         lower_quality(env)
     rate = 1 / seconds_per_step(env)
     every = math.ceil(rate / MAX_FRAMES_PER_SECOND - 1e-6)  # steps

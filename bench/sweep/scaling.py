@@ -56,13 +56,11 @@ class Setting(NamedTuple):
 
 
 class Best(NamedTuple):
-    """At one σ: the best batch size and learning rate, D of each resample of the seeds [RESAMPLES], and the setting
-    that was best most often."""
+    """At one σ: the best batch size and learning rate, and D of each resample of the seeds [RESAMPLES]."""
 
     batch_size: float
     critic_lr: float
     data: NDArray[np.float64]
-    setting: Setting
 
 
 class Law(NamedTuple):
@@ -178,7 +176,7 @@ def best(runs: Runs, utd: int, wanted: float) -> Best:
     chosen = means.argmin(0)
     logs = np.log([[s.batch_size, s.critic_lr] for s in settings])[chosen].mean(0)
     batch_size, critic_lr = np.exp(logs)
-    return Best(float(batch_size), float(critic_lr), means.min(0), settings[np.bincount(chosen).argmax()])
+    return Best(float(batch_size), float(critic_lr), means.min(0))
 
 
 def power(utds: Sequence[int], values: Sequence[float]) -> Power:
@@ -283,6 +281,8 @@ def interval(data: NDArray[np.float64]) -> str:
 
 
 def main(args: Args) -> None:
+    if not args.returns:
+        raise InputError("--returns has no number: give at least one")
     runs = read(args.runs)
     if args.csv is not None:
         write(args.csv, runs)

@@ -60,7 +60,7 @@ def test_fixed_statistics_do_not_move_and_are_part_of_the_state():
     rng = np.random.default_rng(2)
     mean, deviation = np.float32([5.0, -300.0]), np.float32([0.1, 0.0])
     values = torch.from_numpy(rng.normal(mean, 20.0, (100, 2)).astype(np.float32))
-    normalizer, other = FixedNormalizer(2, epsilon=1e-3), FixedNormalizer(2, epsilon=1e-3)
+    normalizer, other = FixedNormalizer(2), FixedNormalizer(2)
     assert torch.equal(normalizer(values), values)  # nothing is known yet
     normalizer.set_statistics(mean, deviation)
     np.testing.assert_allclose(normalizer(values), (values.numpy() - mean) / (deviation + 1e-3), rtol=1e-6)

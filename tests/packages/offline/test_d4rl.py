@@ -96,6 +96,12 @@ class TestEpisodes:
             assert all(map(np.array_equal, whole, joined(d4rl.read(path, compat))))
             monkeypatch.undo()
 
+    @pytest.mark.parametrize("compat", [False, True])
+    def test_a_block_without_transitions_is_left_out(self, tmp_path: Path, compat: bool) -> None:
+        """The last row of the file, alone in its block."""
+        path = str(make(tmp_path / "a.hdf5", "." * (d4rl.BLOCK_ROWS + 1)))
+        assert len(load(path, compat=compat)) == d4rl.BLOCK_ROWS
+
     def test_against_brute_force(self, tmp_path: Path) -> None:
         random = np.random.default_rng(0)
         for case in range(50):

@@ -255,7 +255,11 @@ WRONG = [
     ({"ref_min_score": np.nan, "ref_max_score": 1.0}, "attribute ref_min_score is nan: it must be a finite number"),
     ({"ref_min_score": 0.0, "ref_max_score": "many"}, "attribute ref_max_score is 'many'"),
     ({"ref_min_score": 0.0, "ref_max_score": [1.0, 2.0]}, "attribute ref_max_score"),
-    ({"ref_min_score": 3.0, "ref_max_score": 3.0}, "ref_min_score and ref_max_score are both 3: they must differ"),
+    (
+        {"ref_min_score": 3.0, "ref_max_score": 3.0},
+        "ref_min_score is 3 and ref_max_score 3: give the smaller one first",
+    ),
+    ({"ref_min_score": 0.0, "ref_max_score": -100.0}, "ref_min_score is 0 and ref_max_score -100: give the smaller"),
     ({"ref_min_score": 3.0}, "add ref_max_score too"),
 ]
 
@@ -278,11 +282,11 @@ class TestWrongAttributes:
             for env in ("Pendulum-v1", np.bytes_("Pendulum-v1"), np.array("Pendulum-v1", h5py.string_dtype())):
                 path = file_of(
                     tmp_path / "a.hdf5", np.full((6, 2), 1.0), env=env, env_kwargs=np.bytes_('{"g": 9.0}'),
-                    action_low=low, action_high=high, ref_min_score=[1], ref_max_score=np.float32(-1),
+                    action_low=low, action_high=high, ref_min_score=[-1], ref_max_score=np.float32(1),
                 )  # fmt: skip
                 dataset = load(path)
                 assert (dataset.env, dataset.env_kwargs) == ("Pendulum-v1", {"g": 9.0})
-                assert dataset.reference == (1.0, -1.0)
+                assert dataset.reference == (-1.0, 1.0)
                 assert (dataset.column("actions") == 0.5).all()
 
     def test_of_minari_are_refused_by_the_same_checks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +296,7 @@ class TestWrongAttributes:
         monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
         steps = test_minari.episode(3, 0.0, "truncated")
         test_minari.create([steps], env="Pendulum-v1", ref_min_score=2.0, ref_max_score=2.0)
-        with pytest.raises(InputError, match=r"mine/made-v0: ref_min_score and ref_max_score are both 2"):
+        with pytest.raises(InputError, match=r"mine/made-v0: ref_min_score is 2 and ref_max_score 2"):
             load("mine/made-v0")
         unbounded = Box(-np.inf, np.inf, (1,), np.float32)
         test_minari.create([steps], "mine/two-v0", env="Pendulum-v1", action_space=unbounded)

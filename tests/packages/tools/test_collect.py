@@ -22,6 +22,7 @@ from gymnasium.spaces import Box, flatten
 
 from common.command_line import command_line
 from common.errors import Finished, InputError, RunError
+from common.replay_buffer import ReplayBuffer
 from common.seeding import seeds
 from envs.make import CanonicalEnv
 from offline.dataset import load
@@ -247,6 +248,21 @@ def test_a_runs_replay_buffer(small, env: str, num_envs: int, changed: dict[str,
         assert data["timeouts"].sum() <= num_envs
     assert recipe()["sources"][0]["kind"] == "replay buffer"
     assert recipe()["cut_episodes"] <= num_envs
+
+
+def test_a_replay_buffer_takes_the_memory_of_its_transitions(small, monkeypatch: pytest.MonkeyPatch):
+    """Not that of --buffer-size, which the run did not take either."""
+    sizes: list[int] = []
+
+    class Noted(ReplayBuffer):
+        def __init__(self, capacity: int, *rest: Any, **others: Any) -> None:
+            sizes.append(capacity)
+            super().__init__(capacity, *rest, **others)
+
+    module("sac").train(args := small(total_steps=60, eval_episodes=0))
+    monkeypatch.setattr("tools.collect.ReplayBuffer", Noted)
+    assert len(made(env=None, replay=args.run_dir)["rewards"]) == 60
+    assert max(sizes) == 60 < args.buffer_size
 
 
 @pytest.mark.parametrize(("calibrated", "num_envs"), [(False, 2), (True, 2), (True, 1)])

@@ -208,6 +208,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 def test_what_cannot_be_drawn_or_compared_is_refused(tmp_path: Path) -> None:
     path, nothing = (str(make(tmp_path / f"{name}.hdf5", "..t", **rows))
                      for name, rows in (("a", {}), ("b", {"observations": np.full((3, 2), np.nan)})))  # fmt: skip
+    with pytest.raises(InputError, match=r"--json and --picture are both a\.png: give two files"):
+        main(Args(path, json=Path("a.png"), picture=Path("a.png")))
     with pytest.raises(InputError, match=r"--picture a\.xyz: give a file that ends in \.png, \.pdf or \.svg"):
         main(Args(path, picture=Path("a.xyz")))
     with pytest.raises(InputError, match=r"b\.hdf5 has no finite observations and actions: give another --reference"):

@@ -51,6 +51,7 @@ gym.register("Undrawn-v0", Undrawn)
 @pytest.fixture
 def film(monkeypatch: pytest.MonkeyPatch) -> Film:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", made := Film())  # type: ignore[arg-type]
+    monkeypatch.setattr(video, "choose_renderer", lambda: None)
     return made
 
 
@@ -233,6 +234,28 @@ def test_the_first_renderer_that_works_is_chosen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(video, "PROBE", "raise SystemExit(1)")
     with pytest.raises(InputError, match="egl, osmesa and glfw do not work"):
         choose_renderer()
+
+
+def test_the_renderer_is_chosen_before_the_environment_is_made(run: Path, film: Film, monkeypatch: pytest.MonkeyPatch):
+    """An environment that draws by mujoco.Renderer imports MuJoCo. Only MuJoCo's environments need a renderer."""
+    made, original = list[str](), video.make
+
+    def choose() -> None:
+        assert not made
+        raise InputError("none works")
+
+    def make(env_id: str, **settings: Any) -> Any:
+        made.append(env_id)
+        return original(env_id, **settings)
+
+    monkeypatch.setattr(video, "choose_renderer", choose)
+    monkeypatch.setattr(video, "make", make)
+    watch(Args(run))
+    assert (made, len(film.frames)) == (["Drawn-v0"], 6)
+    made.clear()
+    with pytest.raises(InputError, match="none works"):
+        watch(Args(run, env="InvertedPendulum-v5"))
+    assert made == ["InvertedPendulum-v5"]
 
 
 @pytest.fixture
