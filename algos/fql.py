@@ -96,7 +96,7 @@ GIANT = OGBENCH | {"alpha": 10.0, "q_aggregation": "min", "gamma": 0.995}
 ANTMAZE = OGBENCH | {"offline_steps": 500_000, "alpha": 10.0, "reward_shift": -1.0}
 ADROIT = OGBENCH | {"offline_steps": 500_000, "alpha": 3e4, "q_aggregation": "min"}
 UNTUNED = OGBENCH | {"alpha": 1.0, "normalize_q": True}  # ours, for domains without a published value
-PRESETS: dict[str, dict[str, Any]] = {  # the authors'; docs/fql.md names the tasks of others and the extrapolated ones
+PRESETS: dict[str, dict[str, Any]] = {  # the authors'; docs/fql.md lists other papers' and extrapolated ones
     "locomotion": UNTUNED,
     "adroit-binary": UNTUNED,
     "ogbench": UNTUNED,

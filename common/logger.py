@@ -70,10 +70,11 @@ class Logger:
 
     def state(self) -> dict[str, Any]:
         """Write every row so far to the disk, and return what the constructor takes to resume."""
+        if self.is_evaluated:
+            self._track()
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
-        tracked = {} if self.is_evaluated else self._tracked
         state = {"sizes": sizes, "checksums": self.checksums(), "step": self.step}
-        return state | {"is_evaluated": self.is_evaluated, "tracked": tracked}
+        return state | {"is_evaluated": self.is_evaluated, "tracked": self._tracked}
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of all that was written to each file, as `common.run_folder.checksum` has it."""
@@ -146,8 +147,12 @@ class Logger:
     def _end_tracking(self, exit_code: int = 1) -> None:
         """End the Weights & Biases run, as a failed one by default, so that the next one does not log to it."""
         if (run := self.wandb_run) is not None:
-            self.wandb_run = None
-            run.finish(exit_code=exit_code)
+            try:
+                if exit_code:
+                    self._track()
+            finally:
+                self.wandb_run = None
+                run.finish(exit_code=exit_code)
 
     def _write(self, values: dict[str, float]) -> None:
         self._write_rows(self._metrics, [(self.step, name, value) for name, value in values.items()])

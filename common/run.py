@@ -397,4 +397,4 @@ class Run:
         if self._signal:  # at the second signal, at once
             raise Stopped(128 + number)
         self._signal = number
-        log.info("stopping after this step and a checkpoint (a second signal stops at once)")
+        log.info("stopping after this step, or in this evaluation, with a checkpoint (a second signal stops at once)")

@@ -188,9 +188,7 @@ def checked_attributes(source: object, attributes: Mapping[str, Any], action_dim
     if "ref_min_score" in found:
         found["reference"] = low, high = float(found.pop("ref_min_score")), float(found.pop("ref_max_score"))
         if low >= high:
-            raise InputError(
-                f"{source}: ref_min_score is {low:g} and ref_max_score {high:g}: give the smaller one first"
-            )
+            raise InputError(f"{source}: ref_min_score is {low:g} and ref_max_score {high:g}: it must be larger")
     return found
 
 

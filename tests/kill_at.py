@@ -69,7 +69,7 @@ def kill_at(place: str, n: int) -> None:
 
 
 def interrupted(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """The policy, with a SIGINT to this process at its third call."""
+    """Return the policy, which sends SIGINT to this process at its third call."""
     calls = itertools.count(1)
 
     def act(obs: Any) -> Any:

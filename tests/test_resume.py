@@ -79,7 +79,7 @@ def assert_kills_change_nothing(
 def test_kills_in_every_place_and_at_random_instants(
     algo: str, tmp_path: Path, env: str, num_envs: int, vectorizer: str, capsys: pytest.CaptureFixture[str]
 ):
-    """One run: killed in each place in turn, stopped by Ctrl-C, also in evaluations, and killed at random.
+    """One run: killed in each place in turn, stopped by Ctrl-C in and outside evaluations, and killed at random.
 
     Ctrl-C in an evaluation stops at once. The resumed run repeats the evaluation, and is killed in it too.
 
@@ -231,9 +231,9 @@ def test_a_signal_saves_a_checkpoint_that_the_command_resumes(
 
 @pytest.mark.parametrize("algo", some(EXAMPLE, *OFFLINE[:1]))
 def test_a_signal_in_each_evaluation(algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The last one and that at the switch too. A longer run continues from there, and repeats none again.
+    """Stop each evaluation once, also the last one and the one at the switch. Extending the run repeats none of them.
 
-    The policy draws from the agent's generator, which updates share.
+    The policy draws from the generator that updates use too.
     """
     train, original, size = module(algo).train, common.run.eval_policy, {"eval_episodes": 1, "eval_every": 50}
     whole, stopped = (

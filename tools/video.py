@@ -95,7 +95,7 @@ def watch(args: Args) -> None:
     no_renderer = None
     if not args.play:
         try:
-            choose_renderer()  # before `make`: mujoco.Renderer's is fixed when MuJoCo is imported
+            choose_renderer()  # before `make`, because importing MuJoCo fixes the renderer of mujoco.Renderer
         except InputError as error:
             no_renderer = error
     try:
@@ -103,6 +103,7 @@ def watch(args: Args) -> None:
     except InputError as error:
         raise (no_renderer if no_renderer and "MUJOCO_GL" in os.environ else error) from None
     if no_renderer and _is_mujoco(env):
+        env.close()
         raise no_renderer
     if args.play and not _is_mujoco(env):
         env = make(env_id, **settings | {"render_mode": "human"})

@@ -13,6 +13,7 @@ import torch
 from conftest import module
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common import process
 from common.errors import InputError, RunError
 from common.evaluate import Episode
 from common.logger import Logger, start_wandb
@@ -152,6 +153,28 @@ def test_weights_and_biases_gets_a_step_once_if_its_evaluation_was_stopped(tmp_p
     logger.close()
     ((step, values),) = calls
     assert (step, values["a"], values["eval/return"]) == (3, 1.0, 2.0)
+
+
+def test_weights_and_biases_gets_the_last_step_of_a_failed_run_and_of_a_checkpoint(tmp_path: Path):
+    calls: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values["a"])), finish=lambda exit_code: calls.append(exit_code)
+    )
+
+    def fail_after_a_checkpoint() -> None:
+        logger = Logger(tmp_path, (0, 100), None, run)
+        logger.is_evaluated = True
+        logger.advance(3)
+        logger.log({"a": 1.0})
+        logger.state()
+        assert calls == [(3, 1.0)]  # a kill from here on loses nothing of the checkpoint
+        logger.advance(1)
+        logger.log({"a": 2.0})
+        raise RunError("failed in an evaluation")
+
+    with pytest.raises(RunError), process.as_before():
+        fail_after_a_checkpoint()
+    assert calls == [(3, 1.0), (4, 2.0), 1]
 
 
 def test_weights_and_biases_ends_with_a_failed_run(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -98,7 +98,7 @@ class TestEpisodes:
 
     @pytest.mark.parametrize("compat", [False, True])
     def test_a_block_without_transitions_is_left_out(self, tmp_path: Path, compat: bool) -> None:
-        """The last row of the file, alone in its block."""
+        """The last row of the file is alone in its block."""
         path = str(make(tmp_path / "a.hdf5", "." * (d4rl.BLOCK_ROWS + 1)))
         assert len(load(path, compat=compat)) == d4rl.BLOCK_ROWS
 

@@ -257,9 +257,9 @@ WRONG = [
     ({"ref_min_score": 0.0, "ref_max_score": [1.0, 2.0]}, "attribute ref_max_score"),
     (
         {"ref_min_score": 3.0, "ref_max_score": 3.0},
-        "ref_min_score is 3 and ref_max_score 3: give the smaller one first",
+        "ref_min_score is 3 and ref_max_score 3: it must be larger",
     ),
-    ({"ref_min_score": 0.0, "ref_max_score": -100.0}, "ref_min_score is 0 and ref_max_score -100: give the smaller"),
+    ({"ref_min_score": 0.0, "ref_max_score": -100.0}, "ref_min_score is 0 and ref_max_score -100: it must be"),
     ({"ref_min_score": 3.0}, "add ref_max_score too"),
 ]
 

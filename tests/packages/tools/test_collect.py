@@ -251,7 +251,7 @@ def test_a_runs_replay_buffer(small, env: str, num_envs: int, changed: dict[str,
 
 
 def test_a_replay_buffer_takes_the_memory_of_its_transitions(small, monkeypatch: pytest.MonkeyPatch):
-    """Not that of --buffer-size, which the run did not take either."""
+    """It must not allocate --buffer-size rows. The run did not either."""
     sizes: list[int] = []
 
     class Noted(ReplayBuffer):
