@@ -126,6 +126,7 @@ class TestRuns:
         evaluated: list[Any] = []
         evaluate = rollout.evaluate
         monkeypatch.setattr(rollout, "evaluate", lambda act, *rest: evaluated.append(act) or evaluate(act, *rest))
+        monkeypatch.setattr("common.run.stoppable", lambda act, signal: act)
         module("expo").train(small("expo", offline_steps=20, online_steps=20, eval_every=20))
         assert len(made) >= 3
         assert all(a is b for a, b in zip(made, evaluated, strict=True))

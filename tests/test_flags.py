@@ -57,7 +57,7 @@ def test_every_flag_is_read_somewhere(algo: str):
     """No dead flags."""
     files = [
         ROOT / "algos" / f"{algo}.py",
-        *(ROOT / "common" / f"{name}.py" for name in ("arguments", "launch", "run")),
+        *(ROOT / "common" / f"{name}.py" for name in ("arguments", "launch", "run", "run_folder")),
     ]
     files += [ROOT / "envs" / "rollout.py"]
     files += [ROOT / "offline" / "offline_to_online.py"] if algo in OFFLINE else []
