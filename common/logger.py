@@ -64,17 +64,17 @@ class Logger:
         self.progress = Progress(state["step"] if state else span[0], *span)
         # False if a signal stopped this step's evaluation, or if a new run has not made its first one.
         self.is_evaluated: bool = state.get("is_evaluated", True) if state else False
-        # The values of this step. W&B takes them once, so they wait for those of a stopped evaluation.
-        self._tracked: dict[str, float] = dict(state.get("tracked", {})) if state else {}
+        # This step's values for W&B, which takes a step once. So they wait for those of a stopped evaluation.
+        self._unsent: dict[str, float] = dict(state.get("unsent", {})) if state else {}
         self._last_log = (time.perf_counter(), self.step)
 
     def state(self) -> dict[str, Any]:
         """Write every row so far to the disk, and return what the constructor takes to resume."""
         if self.is_evaluated:
-            self._track()
+            self._send_to_wandb()
         sizes = {log.path.name: log.sync() for log in (self._metrics, self._evaluations, self._events)}
         state = {"sizes": sizes, "checksums": self.checksums(), "step": self.step}
-        return state | {"is_evaluated": self.is_evaluated, "tracked": self._tracked}
+        return state | {"is_evaluated": self.is_evaluated, "unsent": self._unsent}
 
     def checksums(self) -> dict[str, str]:
         """Return the checksum of all that was written to each file, as `common.run_folder.checksum` has it."""
@@ -86,7 +86,7 @@ class Logger:
 
     def advance(self, steps: int) -> None:
         """Count steps, and show the progress."""
-        self._track()
+        self._send_to_wandb()
         self.progress.advance(steps)
 
     def log(self, metrics: Mapping[str, Tensor | float]) -> None:
@@ -134,22 +134,20 @@ class Logger:
         self.progress.close()
         for rows in (self._metrics, self._evaluations, self._events):
             rows.file.close()
-        if self.is_evaluated:
-            self._track()
         self._end_tracking(0)
 
-    def _track(self) -> None:
+    def _send_to_wandb(self) -> None:
         """Send the values of this step to Weights & Biases, which accepts no negative steps."""
-        if self._tracked and self.wandb_run is not None:
-            self.wandb_run.log(self._tracked, step=self.step - self.first_step)
-        self._tracked = {}
+        if self._unsent and self.wandb_run is not None:
+            self.wandb_run.log(self._unsent, step=self.step - self.first_step)
+        self._unsent = {}
 
     def _end_tracking(self, exit_code: int = 1) -> None:
         """End the Weights & Biases run, as a failed one by default, so that the next one does not log to it."""
         if (run := self.wandb_run) is not None:
             try:
-                if exit_code:
-                    self._track()
+                if exit_code or self.is_evaluated:
+                    self._send_to_wandb()
             finally:
                 self.wandb_run = None
                 run.finish(exit_code=exit_code)
@@ -161,7 +159,7 @@ class Logger:
         self._event_writer.write(event.SerializeToString())
         self._events.file.flush()
         if self.wandb_run is not None:
-            self._tracked = self._tracked | values
+            self._unsent = self._unsent | values
 
     @staticmethod
     def _write_rows(log: "_AppendedFile", rows: list[tuple[Any, ...]]) -> None:

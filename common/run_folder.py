@@ -63,7 +63,7 @@ STATE_SCHEMA: Schema = {
     "agent": {str: object}, "rollout": {str: object}, "data?": {"rewards?": (float, float)}, "rewards?": (float, float),
     "logger": {
         "sizes": {str: NonNegativeInt}, "step": int, "checksums?": {str: str}, "is_evaluated?": bool,
-        "tracked?": {str: float},
+        "unsent?": {str: float},
     },
 }  # fmt: skip
 Curve = dict[int, float]  # mean of an evaluation's episodes, by step

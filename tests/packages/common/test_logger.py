@@ -135,7 +135,7 @@ def test_weights_and_biases_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     assert calls[-1] == 0
 
 
-def test_weights_and_biases_gets_a_step_once_if_its_evaluation_was_stopped(tmp_path: Path):
+def test_wandb_gets_the_step_of_a_stopped_evaluation_once(tmp_path: Path):
     """It ignores a second row of a step. So the first process sends none, and the resumed one sends all values."""
     calls: list[Any] = []
     run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: None)
@@ -149,13 +149,14 @@ def test_weights_and_biases_gets_a_step_once_if_its_evaluation_was_stopped(tmp_p
     assert not logger.is_evaluated
     logger.log_evaluation([Episode(2.0, 1, None)])
     logger.is_evaluated = True
-    assert logger.state()["tracked"] == {}
+    assert logger.state()["unsent"] == {}
     logger.close()
     ((step, values),) = calls
     assert (step, values["a"], values["eval/return"]) == (3, 1.0, 2.0)
 
 
-def test_weights_and_biases_gets_the_last_step_of_a_failed_run_and_of_a_checkpoint(tmp_path: Path):
+def test_wandb_gets_the_last_step_of_a_failed_run(tmp_path: Path):
+    """It also gets the step of a checkpoint before the next step begins."""
     calls: list[Any] = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values["a"])), finish=lambda exit_code: calls.append(exit_code)
